@@ -1,0 +1,153 @@
+"""Acceptance: how much of a draft the current policy keeps.
+
+The speculative rule is SPEC-RL's (arXiv 2509.23232): token i of a draft, which had probability p_i under the policy
+that wrote it and has q_i under the current one, is accepted where
+
+    log u_i <= log l + log q_i - log p_i,        u_i uniform on (0, 1), l the lenience,
+
+and the verified prefix ends before the first token that is not. Random and full reuse are the baselines that the
+paper compares it with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ReuseRule(StrEnum):
+    """How the length of the reused prefix is decided."""
+
+    SPECULATIVE = "speculative"
+    RANDOM = "random"
+    FULL = "full"
+
+
+class _Stream:
+    """Independent uses of the uniforms of one (seed, prompt, slot, step)."""
+
+    ACCEPT = 0
+    REFRESH = 1
+
+
+def uniforms(seed: int, prompt: bytes, slot: int, step: int, count: int, stream: int = _Stream.ACCEPT) -> NDArray:
+    """Uniforms on the open interval (0, 1) that depend on nothing but the arguments.
+
+    Philox4x64 with the prompt as its 128-bit key; slot, step and seed sit in the counter words that counting never
+    reaches, so no two (seed, prompt, slot, step, stream) share a number.
+
+    Returns:
+        `NDArray[np.float64]` of shape `(count,)`.
+    """
+    word = (1 << 64) - 1
+    generator = np.random.Philox(
+        key=np.frombuffer(prompt, "<u8").astype(np.uint64),
+        counter=np.array([0, (stream << 48 | slot) & word, step & word, seed & word], dtype=np.uint64),
+    )
+    # 53 random bits and a half: neither 0 (its log is infinite) nor 1 can come out.
+    return ((generator.random_raw(count) >> np.uint64(11)) + 0.5) * 2.0**-53
+
+
+def verified_prefix_lengths(
+    old_logprobs: Sequence[NDArray], new_logprobs: Sequence[NDArray], draws: Sequence[NDArray], log_lenience: float
+) -> NDArray:
+    """Tokens before the first rejected one, for each draft of a ragged batch, by SPEC-RL's rule.
+
+    Args:
+        old_logprobs, new_logprobs (`batch` arrays of shape `(tokens,)`):
+            log p and log q of each draft token, nats, finite. A draft may be empty.
+        draws (`batch` arrays of shape `(tokens,)`):
+            Uniforms on (0, 1).
+        log_lenience (`float`):
+            log l, nats: 0 is the classical speculative rule, infinity accepts all, minus infinity nothing.
+
+    Returns:
+        `NDArray[np.int64]` of shape `(batch,)`.
+    """
+    lengths = np.array([len(row) for row in draws], dtype=np.int64)
+    prefixes = lengths.copy()
+    filled = np.flatnonzero(lengths)
+    if len(filled) == 0:
+        return prefixes
+    old, new, draw = (np.concatenate(rows).astype(np.float64) for rows in (old_logprobs, new_logprobs, draws))
+    starts = (np.cumsum(lengths) - lengths)[filled]
+    position = np.arange(len(draw)) - np.repeat(starts, lengths[filled])
+    accepted = np.log(draw) <= log_lenience + new - old
+    # An accepted token stands for "no rejection here": the length of its row, which no position reaches.
+    first_rejected = np.where(accepted, np.repeat(lengths[filled], lengths[filled]), position)
+    prefixes[filled] = np.minimum.reduceat(first_rejected, starts)
+    return prefixes
+
+
+@dataclass(frozen=True)
+class ReusePolicy:
+    """Which drafts are looked at, and how much of each is kept.
+
+    Args:
+        rule (`ReuseRule`, *optional*, defaults to `"speculative"`):
+            How the reused prefix is decided.
+        log_lenience (`float`, *optional*, defaults to `0.5`):
+            log l of the speculative rule, nats.
+        refresh_rate (`float`, *optional*, defaults to `0.0`):
+            Share of rows that ignore their draft and are sampled afresh, so that learning never feeds on old samples
+            alone.
+        carry_limit (`int`, *optional*):
+            Most visits that a token is carried over. A response begins with its oldest token, so one that is too old
+            makes the whole row fresh. `None` sets no limit.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of every decision here.
+
+    Raises:
+        ValueError: a setting is out of its range.
+    """
+
+    rule: ReuseRule = ReuseRule.SPECULATIVE
+    log_lenience: float = 0.5
+    refresh_rate: float = 0.0
+    carry_limit: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", ReuseRule(self.rule))
+        if np.isnan(self.log_lenience):
+            raise ValueError("log_lenience is not a number")
+        if not 0.0 <= self.refresh_rate <= 1.0:
+            raise ValueError(f"refresh_rate is a share of rows, between 0 and 1, not {self.refresh_rate}")
+        if self.carry_limit is not None and self.carry_limit < 1:
+            raise ValueError(f"carry_limit is a number of visits, at least 1, not {self.carry_limit}")
+
+    def refreshes(self, prompt: bytes, slot: int, step: int) -> bool:
+        """Whether a row ignores its draft at this step."""
+        if self.refresh_rate == 0.0:
+            return False
+        return uniforms(self.seed, prompt, slot, step, 1, _Stream.REFRESH)[0] < self.refresh_rate
+
+    def outlived(self, ages: NDArray) -> bool:
+        """Whether a draft with these token ages, visits, of shape `(tokens,)`, was carried over often enough."""
+        return self.carry_limit is not None and int(ages.max()) >= self.carry_limit
+
+    def prefix_lengths(
+        self, rows: Sequence[tuple[bytes, int]], step: int, old: Sequence[NDArray], new: Sequence[NDArray]
+    ) -> NDArray:
+        """Reused tokens of each draft.
+
+        Args:
+            rows (`batch` pairs): prompt key and slot of each draft.
+            step (`int`): optimizer step the rollout is for.
+            old, new (`batch` arrays of shape `(tokens,)`): log p and log q, nats, finite.
+
+        Returns:
+            `NDArray[np.int64]` of shape `(batch,)`.
+        """
+        lengths = np.array([len(row) for row in old], dtype=np.int64)
+        if self.rule is ReuseRule.FULL:
+            return lengths
+        if self.rule is ReuseRule.RANDOM:  # cut uniformly: each length from 0 to all is as likely
+            draw = np.array([uniforms(self.seed, prompt, slot, step, 1)[0] for prompt, slot in rows])
+            return np.floor(draw * (lengths + 1)).astype(np.int64)
+        draws = [uniforms(self.seed, prompt, slot, step, n) for (prompt, slot), n in zip(rows, lengths, strict=True)]
+        return verified_prefix_lengths(old, new, draws, self.log_lenience)

@@ -1,0 +1,399 @@
+"""The trajectory cache: past responses on disk, one SQLite file a run.
+
+Several processes of one node may read and write at once (SQLite's write-ahead log; not over a network file system).
+What was written is there after a crash of the process. A file that is damaged is moved aside, never deleted; a row
+that is damaged is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from specrl_plugins.codec import CorruptRow, Row, decode, encode
+from specrl_plugins.fingerprint import Fingerprint, FingerprintMismatch
+from specrl_plugins.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "trajectories.sqlite"
+_BUSY_SECONDS = 60
+_MIB = 1 << 20
+# Share of the rows that one pass of eviction forgets.
+_EVICTED_SHARE = 0.05
+
+# Two tables, so that what is looked up, counted and aged does not drag the arrays along.
+_SCHEMA = {
+    "meta": "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "entries": (
+        "CREATE TABLE entries (id INTEGER PRIMARY KEY, prompt BLOB NOT NULL, slot INTEGER NOT NULL, "
+        "step INTEGER NOT NULL, used INTEGER NOT NULL, length INTEGER NOT NULL, UNIQUE (prompt, slot))"
+    ),
+    "payloads": (
+        "CREATE TABLE payloads (id INTEGER PRIMARY KEY, format INTEGER NOT NULL, finish INTEGER NOT NULL, "
+        "cap INTEGER NOT NULL, reward REAL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, ages BLOB NOT NULL, "
+        "checksum BLOB NOT NULL)"
+    ),
+    "entries_step": "CREATE INDEX entries_step ON entries (step)",
+    "entries_used": "CREATE INDEX entries_used ON entries (used)",
+}
+_ROW = (
+    "SELECT format, prompt, slot, step, finish, cap, reward, length, tokens, logprobs, ages, checksum, entries.id "
+    "FROM entries JOIN payloads ON payloads.id = entries.id"
+)
+
+
+class CacheError(RuntimeError):
+    """The cache cannot be opened as it is; the message says what to do."""
+
+
+class CacheWriteError(OSError):
+    """Trajectories could not be written (disk full, say). What was there before is untouched."""
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a cache holds, and what this process saw of it.
+
+    `rows`, `prompts` and `tokens` count what is stored, `mib` is its size on disk in MiB (free pages not counted),
+    `oldest_step` and `newest_step` are optimizer steps (`None` in an empty cache), `corrupt` counts the rows that did
+    not check out since this process opened the cache.
+    """
+
+    rows: int
+    prompts: int
+    tokens: int
+    mib: float
+    oldest_step: int | None
+    newest_step: int | None
+    corrupt: int
+
+
+class TrajectoryCache:
+    """Newest trajectory of each (prompt, slot), on disk.
+
+    Args:
+        directory (`str` or `Path`):
+            Folder of the cache; made if missing.
+        fingerprint (`Fingerprint`, *optional*):
+            What the trajectories depend on. A new cache keeps it; one that has another refuses to open. `None` opens
+            an existing cache as it is, to look into it.
+        max_mib (`float`, *optional*):
+            Size in MiB above which the least recently used rows are forgotten. `None` sets no limit.
+
+    Raises:
+        FingerprintMismatch: the cache was made under other settings.
+        CacheError: the folder cannot be written, or there is no cache to look into.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike, fingerprint: Fingerprint | None = None, max_mib: float | None = None
+    ):
+        self.directory = Path(directory)
+        self.path = self.directory / FILE_NAME
+        self.fingerprint = fingerprint
+        self.max_mib = max_mib
+        self.corrupt = 0
+        self._connection: sqlite3.Connection | None = None
+        self._owner: int | None = None
+        if fingerprint is None and not self.path.is_file():
+            raise CacheError(f"there is no trajectory cache in {self.directory}")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CacheError(f"the cache directory {self.directory} cannot be made: {error}") from error
+        self._connect()
+
+    def get_many(self, keys: Sequence[tuple[bytes, int]]) -> list[Trajectory | None]:
+        """Trajectories of a batch of (prompt key, slot); `None` for a miss. Marks what it finds as used."""
+        found: list[Trajectory | None] = []
+        ids: list[int] = []
+        db = self._connect()
+        with self._transaction(db, "DEFERRED"):
+            for prompt, slot in keys:
+                trajectory = None
+                try:
+                    hit = db.execute(f"{_ROW} WHERE prompt = ? AND slot = ?", (prompt, slot)).fetchone()
+                    if hit is not None:
+                        trajectory = self._decode(hit)
+                        ids.append(hit[-1])
+                except sqlite3.DatabaseError as error:
+                    self._saw_corrupt(f"row of prompt {prompt.hex()}, slot {slot}: {error}")
+                # A hostile file can answer with another row than the one asked for.
+                if trajectory is not None and (trajectory.prompt, trajectory.slot) != (prompt, slot):
+                    self._saw_corrupt(f"row of prompt {prompt.hex()}, slot {slot} holds another one")
+                    trajectory = None
+                found.append(trajectory)
+        self._touch(db, ids)
+        return found
+
+    def put_many(self, trajectories: Sequence[Trajectory]) -> None:
+        """Store a batch in one transaction: all of it or, where that fails, nothing.
+
+        A trajectory replaces that of its prompt and slot, unless that one is of a later step.
+
+        Raises:
+            CacheWriteError: the disk is full or failing.
+        """
+        rows = [encode(trajectory) for trajectory in trajectories]
+        for attempt in range(2):
+            try:
+                db = self._connect()
+                with self._transaction(db, "IMMEDIATE"):
+                    for row in rows:
+                        self._put(db, row)
+                    if self.max_mib is not None:
+                        self._evict(db, self.max_mib)
+                return
+            except sqlite3.DatabaseError as error:
+                if attempt == 0 and _is_damage(error):
+                    self._set_aside(error)
+                    continue
+                raise CacheWriteError(f"trajectories were not stored in {self.path}: {error}") from error
+
+    def rewind(self, step: int) -> int:
+        """Forget everything newer than optimizer step `step`; returns how many rows that were."""
+        return self._forget("step > ?", (step,))
+
+    def prune(self, max_mib: float) -> int:
+        """Forget the least recently used rows until the cache is at most `max_mib` MiB, and shrink the file.
+
+        Returns how many rows were forgotten.
+        """
+        db = self._connect()
+        with self._transaction(db, "IMMEDIATE"):
+            forgotten = self._evict(db, max_mib)
+        db.execute("VACUUM")
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return forgotten
+
+    def verify(self) -> tuple[int, int]:
+        """Check every row; returns how many there are and how many did not check out."""
+        before = self.corrupt
+        rows = sum(1 for _ in self._rows())
+        return rows, self.corrupt - before
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        """All trajectories that check out, in the order they were used, latest first."""
+        return (trajectory for trajectory in self._rows() if trajectory is not None)
+
+    def __len__(self) -> int:
+        return self._connect().execute("SELECT COUNT(*) FROM entries").fetchone()[0]
+
+    @property
+    def mib(self) -> float:
+        """Size on disk in MiB, free pages not counted."""
+        return self._used_mib(self._connect())
+
+    def stats(self) -> CacheStats:
+        """Counts of what is stored. Reads the whole index, no array."""
+        db = self._connect()
+        rows, prompts, tokens, oldest, newest = db.execute(
+            "SELECT COUNT(*), COUNT(DISTINCT prompt), COALESCE(SUM(length), 0), MIN(step), MAX(step) FROM entries"
+        ).fetchone()
+        return CacheStats(rows, prompts, tokens, self._used_mib(db), oldest, newest, self.corrupt)
+
+    def close(self) -> None:
+        """Close the file. The next call opens it again."""
+        if self._connection is not None and self._owner == os.getpid():
+            self._connection.close()
+        self._connection = None
+
+    # -- rows
+
+    def _put(self, db: sqlite3.Connection, row: Row) -> None:
+        kept = db.execute(
+            "INSERT INTO entries (prompt, slot, step, used, length) VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT (prompt, slot) DO UPDATE SET step = excluded.step, used = excluded.used, "
+            "length = excluded.length WHERE excluded.step >= entries.step RETURNING id",
+            (row.prompt, row.slot, row.step, time.time_ns(), row.length),
+        ).fetchone()
+        if kept is not None:
+            db.execute(
+                "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    kept[0],
+                    row.format,
+                    row.finish,
+                    row.cap,
+                    row.reward,
+                    row.tokens,
+                    row.logprobs,
+                    row.ages,
+                    row.checksum,
+                ),
+            )
+
+    def _decode(self, columns: tuple) -> Trajectory | None:
+        try:
+            return decode(Row(*columns[:-1]))
+        except CorruptRow as error:
+            self._saw_corrupt(f"row {columns[-1]}: {error}")
+            return None
+
+    def _rows(self) -> Iterator[Trajectory | None]:
+        """Every row, latest used first; `None` for one that does not check out."""
+        db = self._connect()
+        try:
+            ids = [id for (id,) in db.execute("SELECT id FROM entries ORDER BY used DESC")]
+        except sqlite3.DatabaseError as error:
+            raise CacheError(f"{self.path} is damaged and cannot be read: {error}") from error
+        for id in ids:
+            try:
+                columns = db.execute(f"{_ROW} WHERE entries.id = ?", (id,)).fetchone()
+            except sqlite3.DatabaseError as error:
+                self._saw_corrupt(f"row {id}: {error}")
+                yield None
+                continue
+            if columns is None:
+                self._saw_corrupt(f"row {id} has no arrays")
+            yield None if columns is None else self._decode(columns)
+
+    def _touch(self, db: sqlite3.Connection, ids: list[int]) -> None:
+        # Recency only decides what is forgotten first: not worth failing a look-up on a full or read-only disk.
+        try:
+            with self._transaction(db, "IMMEDIATE"):
+                db.executemany("UPDATE entries SET used = ? WHERE id = ?", [(time.time_ns(), id) for id in ids])
+        except sqlite3.DatabaseError as error:
+            logger.debug("recency of %d rows not noted: %s", len(ids), error)
+
+    def _evict(self, db: sqlite3.Connection, max_mib: float) -> int:
+        forgotten = 0
+        while self._used_mib(db) > max_mib:
+            rows = db.execute("SELECT COUNT(*) FROM entries").fetchone()[0]
+            if rows == 0:
+                break
+            oldest = "id IN (SELECT id FROM entries ORDER BY used LIMIT ?)"
+            forgotten += self._delete(db, oldest, (max(1, int(rows * _EVICTED_SHARE)),))
+        return forgotten
+
+    def _forget(self, condition: str, values: tuple) -> int:
+        db = self._connect()
+        with self._transaction(db, "IMMEDIATE"):
+            return self._delete(db, condition, values)
+
+    @staticmethod
+    def _delete(db: sqlite3.Connection, condition: str, values: tuple) -> int:
+        db.execute(f"DELETE FROM payloads WHERE id IN (SELECT id FROM entries WHERE {condition})", values)
+        return db.execute(f"DELETE FROM entries WHERE {condition}", values).rowcount
+
+    @staticmethod
+    def _used_mib(db: sqlite3.Connection) -> float:
+        pages, free, size = (
+            db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+        )
+        return (pages - free) * size / _MIB
+
+    # -- the file
+
+    def _connect(self) -> sqlite3.Connection:
+        """This process's connection: SQLite's may not be carried across a fork."""
+        if self._connection is not None and self._owner == os.getpid():
+            return self._connection
+        try:
+            self._connection = self._open()
+        except sqlite3.DatabaseError as error:
+            if not _is_damage(error):
+                raise CacheError(
+                    f"the trajectory cache {self.path} cannot be opened for writing ({error}). Check that the "
+                    "directory is writable and not on a network file system, or choose another cache directory."
+                ) from error
+            if self.fingerprint is None:
+                raise CacheError(f"{self.path} is damaged, or no trajectory cache: {error}") from error
+            self._set_aside(error)
+            self._connection = self._open()
+        self._owner = os.getpid()
+        return self._connection
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None)
+        try:
+            # The file may come from anywhere: nothing in its schema may call functions, and pages are checked.
+            db.execute("PRAGMA trusted_schema = OFF")
+            db.execute("PRAGMA cell_size_check = ON")
+            db.execute("PRAGMA journal_mode = WAL")
+            # A commit survives the death of the process; a power cut may lose the last ones, never the file.
+            db.execute("PRAGMA synchronous = NORMAL")
+            with self._transaction(db, "IMMEDIATE"):
+                present = dict(db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
+                if not present:
+                    for statement in _SCHEMA.values():
+                        db.execute(statement)
+                elif present != _SCHEMA:
+                    raise sqlite3.DatabaseError("its tables are not those of a trajectory cache")
+                self._check_fingerprint(db)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _check_fingerprint(self, db: sqlite3.Connection) -> None:
+        stored = db.execute("SELECT value FROM meta WHERE name = 'fingerprint'").fetchone()
+        if stored is None:
+            if self.fingerprint is None:
+                raise sqlite3.DatabaseError("it has no fingerprint")
+            db.execute("INSERT INTO meta VALUES ('fingerprint', ?)", (self.fingerprint.to_json(),))
+            return
+        try:
+            fingerprint = Fingerprint.from_json(stored[0])
+        except (ValueError, TypeError) as error:
+            raise sqlite3.DatabaseError(f"its fingerprint cannot be read: {error}") from error
+        if self.fingerprint is None:
+            self.fingerprint = fingerprint
+        elif differences := fingerprint.differences(self.fingerprint):
+            raise FingerprintMismatch(
+                f"the trajectories in {self.directory} were made under other settings, and reusing them would be "
+                "wrong:\n  " + "\n  ".join(differences) + "\nChoose another cache directory, or delete this one."
+            )
+
+    def _set_aside(self, error: Exception) -> None:
+        """Move a damaged file out of the way, with its write-ahead log: it may still be worth something to someone."""
+        self.close()
+        self.corrupt += 1
+        stamp = time.time_ns()
+        for suffix in ("", "-wal", "-shm"):
+            damaged = self.path.with_name(FILE_NAME + suffix)
+            if damaged.exists():
+                damaged.rename(self.path.with_name(f"damaged-{stamp}.sqlite{suffix}"))
+        logger.warning(
+            "%s is damaged (%s): it was moved to damaged-%d.sqlite beside it, and an empty cache takes its place.",
+            self.path,
+            error,
+            stamp,
+        )
+
+    def _saw_corrupt(self, what: str) -> None:
+        self.corrupt += 1
+        if self.corrupt == 1:
+            logger.warning("%s holds a row that does not check out and is not used (%s).", self.path, what)
+
+    @staticmethod
+    @contextmanager
+    def _transaction(db: sqlite3.Connection, kind: str) -> Iterator[None]:
+        db.execute(f"BEGIN {kind}")
+        try:
+            yield
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+        try:
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether the file itself is broken, as against locked, read-only or out of space."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:  # raised by this module, or by the sqlite3 module itself for what it cannot decode
+        return type(error) is sqlite3.DatabaseError
+    return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)

@@ -1,0 +1,58 @@
+"""What a rollout needs of an inference engine: scoring and generating."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrl_plugins.trajectory import FinishReason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Continuation:
+    """What an engine generated after one context.
+
+    Args:
+        tokens (`NDArray[np.int32]` of shape `(tokens,)`): at least one token.
+        logprobs (`NDArray[np.float32]` of shape `(tokens,)`): nats, under the distribution that was sampled.
+        finish_reason (`"stop"` or `"length"`): whether it ended by itself or used up its budget.
+    """
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish_reason: FinishReason
+
+
+class Engine(Protocol):
+    """The current policy, ready to score and to sample. Its two log-probs are of the same distribution."""
+
+    @property
+    def max_context(self) -> int | None:
+        """Most tokens of prompt and response together that it can score and continue; `None` if unlimited."""
+        ...
+
+    def score(self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]) -> list[NDArray]:
+        """Log-probs of given continuations after given prompts.
+
+        Args:
+            prompts (`batch` lists of `prompt tokens` ids).
+            continuations (`batch` arrays of shape `(tokens,)`): each of at least one token.
+
+        Returns:
+            `batch` arrays of shape `(tokens,)`, `float32`, nats. A value that is not finite marks a token that could
+            not be scored.
+        """
+        ...
+
+    def generate(self, contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
+        """Continue each of a batch of token sequences by sampling.
+
+        Args:
+            contexts (`batch` lists of `context tokens` ids): prompt and what is kept of a response.
+            budgets (`Sequence[int]` of length `batch`): most tokens to generate for each, at least 1.
+        """
+        ...

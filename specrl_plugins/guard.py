@@ -1,0 +1,93 @@
+"""The guard: whether verifying drafts pays, by measurement."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import deque
+
+from specrl_plugins.metrics import RolloutCounts
+
+logger = logging.getLogger(__name__)
+
+
+class VerificationGuard:
+    """Compares the seconds a completion token costs with and without drafts, and pauses drafts where they cost more.
+
+    While paused, rollouts are plain, which measures their cost anew (responses grow shorter or longer as the policy
+    learns); then drafts get another chance. A second failure in a row pauses twice as long.
+
+    Args:
+        samples (`int`, *optional*, defaults to `3`):
+            Batches of each kind that are measured before a verdict.
+        margin (`float`, *optional*, defaults to `1.1`):
+            Verifying does not pay where its cost is above this many times the plain one: noise alone must not decide.
+        pause (`int`, *optional*, defaults to `4`):
+            Batches of the first pause.
+        longest_pause (`int`, *optional*, defaults to `64`):
+            Batches of the longest one.
+        may_pause (`bool`, *optional*, defaults to `True`):
+            Whether to pause at all, or only to measure.
+    """
+
+    def __init__(
+        self,
+        samples: int = 3,
+        margin: float = 1.1,
+        pause: int = 4,
+        longest_pause: int = 64,
+        may_pause: bool = True,
+    ):
+        self.margin = margin
+        self.may_pause = may_pause
+        self._plain: deque[float] = deque(maxlen=samples)
+        self._reusing: deque[float] = deque(maxlen=samples)
+        self._first_pause = self._next_pause = pause
+        self._longest_pause = longest_pause
+        self._paused_for = 0
+        self._first_cost: float | None = None
+
+    @property
+    def plain_cost(self) -> float | None:
+        """Seconds a completion token costs without drafts (median); `None` before it was measured."""
+        return statistics.median(self._plain) if self._plain else self._first_cost
+
+    @property
+    def paused(self) -> bool:
+        """Whether drafts are left aside for now."""
+        return self._paused_for > 0
+
+    def observe(self, counts: RolloutCounts) -> None:
+        """Take the counts of one batch into account, once it is stored."""
+        if self._paused_for:
+            self._paused_for -= 1
+        if not counts.completion_tokens:
+            return
+        cost = counts.seconds / counts.completion_tokens
+        if self._first_cost is None:
+            # The first batch also pays for compilation and allocation: a reference only where there is no other.
+            self._first_cost = cost
+            return
+        if not counts.verified_rows:
+            self._plain.append(cost)
+            return
+        self._reusing.append(cost)
+        plain = self.plain_cost
+        if not self.may_pause or plain is None or len(self._reusing) < (self._reusing.maxlen or 0):
+            return
+        reusing = statistics.median(self._reusing)
+        if reusing <= self.margin * plain:
+            self._next_pause = self._first_pause
+            return
+        self._paused_for = self._next_pause
+        self._next_pause = min(2 * self._next_pause, self._longest_pause)
+        self._reusing.clear()
+        self._plain.clear()
+        logger.warning(
+            "Verifying drafts does not pay at present: a completion token costs %.2f ms with reuse and %.2f ms "
+            "without. Reuse pauses for %d batches, then is tried again. Short responses and a policy that changes "
+            "fast do this.",
+            1e3 * reusing,
+            1e3 * plain,
+            self._paused_for,
+        )

@@ -1,0 +1,133 @@
+"""Metrics of speculative rollouts.
+
+Everything is counted in sums over rows and tokens; a ratio is taken last. So counts of several batches, or of several
+processes, add up to the right ratio, which a mean of ratios would not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class RolloutCounts:
+    """Sums over the rows of one or more batches. Add them up with `+`."""
+
+    rows: int = 0
+    """Responses made."""
+    completion_tokens: int = 0
+    """Tokens of all responses, reused and generated."""
+    generated_tokens: int = 0
+    """Tokens that the engine sampled."""
+    reused_tokens: int = 0
+    """Tokens taken over from drafts."""
+    draft_rows: int = 0
+    """Rows for which the cache had a trajectory."""
+    verified_rows: int = 0
+    """Rows whose draft was scored under the current policy."""
+    drafted_tokens: int = 0
+    """Tokens of the drafts that were scored."""
+    reuse_rows: int = 0
+    """Rows that reused at least one token."""
+    full_reuse_rows: int = 0
+    """Rows that needed no generation."""
+    log_ratio_sum: float = 0.0
+    """Sum of log q - log p over reused tokens, nats."""
+    age_sum: int = 0
+    """Sum over reused tokens of the visits since they were sampled."""
+    reuse_reward_sum: float = 0.0
+    """Sum of rewards of rows with reuse."""
+    reuse_rewards: int = 0
+    """Rows with reuse whose reward is known."""
+    fresh_reward_sum: float = 0.0
+    """Sum of rewards of rows without reuse."""
+    fresh_rewards: int = 0
+    """Rows without reuse whose reward is known."""
+    refreshed_rows: int = 0
+    """Drafts left aside by the refresh rate."""
+    outlived_rows: int = 0
+    """Drafts left aside by the carry-over limit."""
+    paused_rows: int = 0
+    """Rows for which no draft was looked up, because verifying did not pay."""
+    dropped_vocabulary: int = 0
+    """Drafts left aside for a token id outside the model's vocabulary."""
+    dropped_length: int = 0
+    """Drafts left aside because prompt and draft exceed the engine's context."""
+    dropped_nonfinite: int = 0
+    """Drafts left aside for a log-prob under the current policy that is not finite."""
+    unstored_rows: int = 0
+    """Responses that were not cached: a log-prob is not finite, or the disk refused."""
+    lookup_s: float = 0.0
+    """Seconds of looking up drafts."""
+    verify_s: float = 0.0
+    """Seconds of scoring drafts and deciding on them."""
+    generate_s: float = 0.0
+    """Seconds of generating."""
+    store_s: float = 0.0
+    """Seconds of storing trajectories."""
+    spared_s: float = 0.0
+    """Seconds of the trainer's own log-prob pass that verification made unnecessary (an estimate, from the tokens that
+    pass was spared and the seconds a token that verifying took)."""
+
+    def __add__(self, other: RolloutCounts) -> RolloutCounts:
+        return RolloutCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the rollouts cost, net of what they spared the trainer."""
+        return self.lookup_s + self.verify_s + self.generate_s + self.store_s - self.spared_s
+
+    def metrics(self) -> dict[str, float]:
+        """Ratios and totals, by the names that every framework logs. What has no denominator is left out.
+
+        | name | meaning |
+        | --- | --- |
+        | `spec/reused_token_fraction` | reused tokens / all completion tokens |
+        | `spec/draft_hit_rate` | rows with a cached trajectory / rows |
+        | `spec/draft_accept_rate` | reused tokens / tokens of the drafts that were scored |
+        | `spec/full_reuse_rate` | rows that needed no generation / rows |
+        | `spec/fresh_row_rate` | rows without a reused token / rows |
+        | `spec/prefix_length_mean` | reused tokens / rows whose draft was scored |
+        | `spec/generated_tokens` | tokens that the engine sampled |
+        | `spec/reused_tokens` | tokens taken over from drafts |
+        | `spec/log_ratio_mean` | mean of log q - log p over reused tokens, nats: how far the policy has moved |
+        | `spec/draft_age_mean` | mean visits since a reused token was sampled |
+        | `spec/reward_gap` | mean reward of rows with reuse - mean reward of rows without |
+        | `spec/refresh_rate` | drafts left aside by the refresh rate / rows |
+        | `spec/outlived_rate` | drafts left aside by the carry-over limit / rows |
+        | `spec/paused_rate` | rows not looked up because verifying did not pay / rows |
+        | `spec/dropped_drafts` | drafts that could not be used (vocabulary, context length, not finite) |
+        | `spec/unstored_rows` | responses that were not cached |
+        | `spec/time/lookup_s`, `verify_s`, `generate_s`, `store_s` | seconds of each stage |
+        | `spec/time/spared_s` | seconds of the trainer's log-prob pass that verification saved |
+        """
+        metrics = {
+            "spec/generated_tokens": float(self.generated_tokens),
+            "spec/reused_tokens": float(self.reused_tokens),
+            "spec/dropped_drafts": float(self.dropped_vocabulary + self.dropped_length + self.dropped_nonfinite),
+            "spec/unstored_rows": float(self.unstored_rows),
+            "spec/time/lookup_s": self.lookup_s,
+            "spec/time/verify_s": self.verify_s,
+            "spec/time/generate_s": self.generate_s,
+            "spec/time/store_s": self.store_s,
+            "spec/time/spared_s": self.spared_s,
+        }
+        ratios = {
+            "spec/reused_token_fraction": (self.reused_tokens, self.completion_tokens),
+            "spec/draft_hit_rate": (self.draft_rows, self.rows),
+            "spec/draft_accept_rate": (self.reused_tokens, self.drafted_tokens),
+            "spec/full_reuse_rate": (self.full_reuse_rows, self.rows),
+            "spec/fresh_row_rate": (self.rows - self.reuse_rows, self.rows),
+            "spec/prefix_length_mean": (self.reused_tokens, self.verified_rows),
+            "spec/log_ratio_mean": (self.log_ratio_sum, self.reused_tokens),
+            "spec/draft_age_mean": (self.age_sum, self.reused_tokens),
+            "spec/refresh_rate": (self.refreshed_rows, self.rows),
+            "spec/outlived_rate": (self.outlived_rows, self.rows),
+            "spec/paused_rate": (self.paused_rows, self.rows),
+        }
+        metrics |= {name: part / whole for name, (part, whole) in ratios.items() if whole}
+        if self.reuse_rewards and self.fresh_rewards:
+            metrics["spec/reward_gap"] = (
+                self.reuse_reward_sum / self.reuse_rewards - self.fresh_reward_sum / self.fresh_rewards
+            )
+        return metrics

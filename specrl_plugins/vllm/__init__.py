@@ -1,0 +1,6 @@
+"""vLLM as the engine of a rollout. The only part of the core that needs vLLM."""
+
+from specrl_plugins.vllm.engine import VLLMEngine
+from specrl_plugins.vllm.intercept import InterceptedLLM
+
+__all__ = ["InterceptedLLM", "VLLMEngine"]

@@ -1,0 +1,112 @@
+"""A vLLM `LLM` as the engine of a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.logprobs import FlatLogprobs
+
+from specrl_plugins.engine import Continuation
+
+
+class VLLMEngine:
+    """Scores by `prompt_logprobs` and generates by one `SamplingParams` a request.
+
+    Prompt log-probs are of the model's plain distribution: vLLM applies neither temperature nor a cut of the support to
+    them. So [`score`] refuses where something else is sampled.
+
+    Args:
+        llm (`LLM`): awake, with the current weights.
+        sampling_params (`SamplingParams`): how to sample; its `max_tokens` is replaced by each row's budget.
+    """
+
+    def __init__(self, llm: LLM, sampling_params: SamplingParams):
+        self.llm = llm
+        self.sampling_params = sampling_params
+
+    @property
+    def max_context(self) -> int:
+        # A scored sequence must leave room for the one token that vLLM insists on generating.
+        return self.llm.llm_engine.model_config.max_model_len - 1
+
+    def score(self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]) -> list[NDArray]:
+        """See [`Engine.score`].
+
+        Raises:
+            ValueError: the sampled distribution is not the model's plain one.
+        """
+        if shaped := _shaping_settings(self.sampling_params):
+            raise ValueError(
+                f"vLLM scores the model's plain distribution, but {', '.join(shaped)} shapes the sampled one: "
+                "verify with the trainer's forward instead."
+            )
+        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        outputs = self._call(
+            [prompt + tokens.tolist() for prompt, tokens in zip(prompts, continuations, strict=True)], params
+        )
+        scored = []
+        for output, prompt, tokens in zip(outputs, prompts, continuations, strict=True):
+            ids, logprobs = _flat(output.prompt_logprobs, start=len(prompt))
+            if not np.array_equal(ids, tokens):
+                raise RuntimeError("vLLM returned prompt log-probs of other tokens than those it was asked to score.")
+            scored.append(logprobs)
+        return scored
+
+    def generate(self, contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
+        """See [`Engine.generate`]."""
+        params = []
+        for budget in budgets:
+            row = self.sampling_params.clone()
+            row.max_tokens = budget
+            row.logprobs = 0
+            row.flat_logprobs = True
+            row.detokenize = False  # nobody reads the text: the trainer decodes the ids itself
+            params.append(row)
+        continuations = []
+        for output in self._call(contexts, params):
+            completion = output.outputs[0]
+            ids, logprobs = _flat(completion.logprobs)
+            tokens = np.asarray(completion.token_ids, np.int32)
+            if not np.array_equal(ids, tokens):
+                raise RuntimeError("vLLM returned log-probs of other tokens than those it sampled.")
+            finish_reason = "stop" if completion.finish_reason == "stop" else "length"
+            continuations.append(Continuation(tokens, logprobs, finish_reason))
+        return continuations
+
+    def _call(
+        self, contexts: Sequence[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[RequestOutput]:
+        requests = [{"prompt_token_ids": context} for context in contexts]
+        return self.llm.generate(requests, sampling_params=params, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def _shaping_settings(params: SamplingParams) -> list[str]:
+    """Settings, as `name=value`, under which the sampled distribution is not the model's plain one."""
+    neutral = {
+        "temperature": (1.0,),
+        "top_p": (1.0,),
+        "top_k": (0, -1),
+        "min_p": (0.0,),
+        "repetition_penalty": (1.0,),
+        "presence_penalty": (0.0,),
+        "frequency_penalty": (0.0,),
+        "min_tokens": (0,),
+        "logit_bias": (None,),
+        "allowed_token_ids": (None,),
+        "bad_words": (None, []),
+        "structured_outputs": (None,),
+    }
+    values = {name: getattr(params, name) for name in neutral}
+    return [f"{name}={value}" for name, value in values.items() if value not in neutral[name]]
+
+
+def _flat(logprobs: object, start: int = 0) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Token ids and log-probs from position `start` on. The token in question comes first at each position."""
+    if not isinstance(logprobs, FlatLogprobs):
+        raise RuntimeError("vLLM returned no flat log-probs, although they were asked for.")
+    first = logprobs.start_indices[start:]
+    ids = np.array([logprobs.token_ids[i] for i in first], np.int32)
+    return ids, np.array([logprobs.logprobs[i] for i in first], np.float32)

@@ -1,0 +1,76 @@
+"""A stand-in for a vLLM `LLM`, through which a framework's own generation code can be made to do our work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from vllm import LLM, RequestOutput, SamplingParams
+
+from specrl_plugins.vllm.engine import VLLMEngine
+
+T = TypeVar("T")
+
+
+class InterceptedLLM:
+    """Behaves as the `LLM` it wraps, but for two calls.
+
+    `generate`, inside [`run_instead`], runs a piece of work of ours where the framework wanted to generate: after it
+    woke the engine and synchronised the weights, before it puts the engine to sleep.
+
+    `reset_prefix_cache` fails loudly where vLLM would answer `False`: the framework resets after each update of the
+    weights, and blocks that survive hold keys and values of the old ones.
+
+    Args:
+        llm (`LLM`): the engine to stand in for.
+    """
+
+    def __init__(self, llm: LLM):
+        self._llm = llm
+        self._work: Callable[[VLLMEngine], None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def run_instead(self, work: Callable[[VLLMEngine], T], framework_call: Callable[[], Any]) -> T:
+        """Run `work` in place of the one `generate` that `framework_call` leads to; returns what `work` returned.
+
+        Raises:
+            RuntimeError: `framework_call` did not generate.
+        """
+        results: list[T] = []
+        self._work = lambda engine: results.append(work(engine))
+        try:
+            framework_call()
+        finally:
+            self._work = None
+        if not results:
+            raise RuntimeError(
+                "the framework generated without calling LLM.generate: this version of it is not supported."
+            )
+        return results[0]
+
+    def generate(
+        self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, **kwargs: Any
+    ) -> list[RequestOutput]:
+        """As `LLM.generate`; inside [`run_instead`] it returns no outputs, which `work` has already handed over."""
+        if self._work is None:
+            return self._llm.generate(prompts, sampling_params=sampling_params, **kwargs)
+        if not isinstance(sampling_params, SamplingParams):
+            raise TypeError("expected one SamplingParams for the whole batch")
+        work, self._work = self._work, None
+        work(VLLMEngine(self._llm, sampling_params))
+        return []
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """As `LLM.reset_prefix_cache`.
+
+        Raises:
+            RuntimeError: blocks were in use, so stale ones remain.
+        """
+        if not self._llm.reset_prefix_cache(*args, **kwargs):
+            raise RuntimeError(
+                "vLLM could not reset its prefix cache (blocks are in use): keys and values of old weights would be "
+                "read. A request that was never finished or aborted does this."
+            )
+        return True

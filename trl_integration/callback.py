@@ -1,0 +1,110 @@
+"""What speculative rollouts do and say at the start of training, at each log and at the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trl_integration.checks import warm_share
+
+logger = logging.getLogger(__name__)
+
+RUN_LOG = "specrl.jsonl"
+
+
+class RunLog(TrainerCallback):
+    """Appends what the trainer logs to `specrl.jsonl` in the output directory, one JSON object a line.
+
+    It is what `specrl report` reads. It can be added to any trainer, to compare a plain run with one that reuses.
+    """
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        path = Path(args.output_dir or ".") / RUN_LOG
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps({"step": state.global_step, "epoch": state.epoch, **logs}) + "\n")
+
+
+class SpecRolloutCallback(RunLog):
+    """Rewinds the cache to where training starts, announces what will be done, and sums it up."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self._warned_no_draft = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        core = self.trainer.spec_rollout
+        # A killed run leaves trajectories newer than its checkpoint, and an earlier run in the same directory leaves
+        # all of its own: step numbers begin anew, so they would pass for newer than they are.
+        forgotten = core.cache.rewind(state.global_step)
+        if forgotten:
+            logger.warning(
+                "%d trajectories in %s are newer than step %d, where training starts, and were forgotten.",
+                forgotten,
+                core.cache.directory,
+                state.global_step,
+            )
+        if not state.is_world_process_zero:
+            return
+        policy, share = core.policy, warm_share(self.trainer)
+        print(
+            f"Speculative rollouts: {policy.rule} reuse, log-lenience {policy.log_lenience:g}, refresh rate "
+            f"{policy.refresh_rate:g}, verified by the {args.spec_verifier}."  # type: ignore[attr-defined]
+        )
+        print(
+            f"Trajectory cache: {core.cache.directory} ({len(core.cache)} trajectories); "
+            + ("" if share is None else f"{share:.0%} of the rollouts come after the first epoch and can reuse them.")
+        )
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        super().on_log(args, state, control, logs=logs, **kwargs)
+        total = self.trainer.spec_rollout.total
+        if not self._warned_no_draft and (state.epoch or 0) > 1.5 and not total.draft_rows and not total.paused_rows:
+            self._warned_no_draft = True
+            logger.warning(
+                "After %.1f epochs no prompt has come back with the same token ids, so nothing can be reused. Does the "
+                "data set change its prompts (shuffled options, random examples)?",
+                state.epoch,
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        core = self.trainer.spec_rollout
+        if state.is_world_process_zero and core.total.completion_tokens:
+            print(summary(core.total, core.guard.plain_cost))
+        core.cache.close()
+
+
+def summary(total: Any, plain_cost: float | None) -> str:
+    """A few lines on a whole run.
+
+    Args:
+        total (`RolloutCounts`): its counts.
+        plain_cost (`float`, *optional*): seconds that a completion token cost without drafts.
+    """
+    share = total.reused_tokens / total.completion_tokens
+    lines = [
+        f"Speculative rollouts: {total.generated_tokens} tokens generated, {total.reused_tokens} reused ({share:.0%}).",
+        f"  generating {total.generate_s:.1f} s, verifying {total.verify_s:.1f} s (of which {total.spared_s:.1f} s "
+        f"spared the trainer), looking up and storing {total.lookup_s + total.store_s:.1f} s",
+    ]
+    if plain_cost is not None:
+        saved = plain_cost * total.completion_tokens - total.seconds
+        lines.append(
+            f"  estimated time saved: {saved:.1f} s of {plain_cost * total.completion_tokens:.1f} s, at the "
+            f"{1e3 * plain_cost:.2f} ms that a token cost without reuse"
+        )
+    return "\n".join(lines)

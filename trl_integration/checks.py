@@ -1,0 +1,118 @@
+"""What speculative rollouts refuse or warn about when a trainer is built."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+
+class UnsupportedSetting(ValueError):
+    """A setting under which speculative rollouts would be wrong."""
+
+
+def check_config(args: Any) -> None:
+    """Refuse settings of the config that cannot be done right.
+
+    Args:
+        args (`SpecGRPOConfig` or `SpecRLOOConfig`): the config.
+
+    Raises:
+        UnsupportedSetting: naming every such setting, why, and what to do.
+    """
+    _refuse(_unsupported_settings(args))
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse what can only be seen on a built trainer, see [`check_config`]."""
+    _refuse(_unsupported_parts(trainer))
+
+
+def _refuse(reasons: Iterator[str]) -> None:
+    if lines := list(reasons):
+        raise UnsupportedSetting(
+            "`use_spec_rollout=True` does not work with:\n  " + "\n  ".join(lines) + "\nChange these, or set "
+            "`use_spec_rollout=False`."
+        )
+
+
+def _unsupported_settings(args: Any) -> Iterator[str]:
+    if args.use_vllm and args.vllm_mode != "colocate":
+        yield f"`vllm_mode={args.vllm_mode!r}`: only a colocated engine can verify and continue (`'colocate'`)."
+    if args.use_transformers_continuous_batching:
+        yield "`use_transformers_continuous_batching=True`: it reports no log-probs."
+    if args.spec_verifier == "engine" and not args.use_vllm:
+        yield "`spec_verifier='engine'` without `use_vllm=True`: there is no engine. Use `'trainer'`."
+    if args.spec_verifier == "engine" and args.temperature != 1.0:
+        yield (
+            f"`spec_verifier='engine'` with `temperature={args.temperature}`: vLLM scores without temperature. Use "
+            "`'trainer'`."
+        )
+    for name, neutral in (("top_p", (1.0,)), ("top_k", (0, -1, None)), ("min_p", (0.0, None))):
+        if (value := getattr(args, name)) not in neutral:
+            yield f"`{name}={value}`: the truncated distribution that is sampled is not the one that is scored."
+    if args.repetition_penalty != 1.0:
+        yield (
+            f"`repetition_penalty={args.repetition_penalty}`: the penalised distribution that is sampled is not the "
+            "one that is scored."
+        )
+    if args.use_vllm and args.vllm_structured_outputs_regex is not None:
+        yield "`vllm_structured_outputs_regex`: the constrained distribution is not the one that is scored."
+    if args.generation_kwargs:
+        yield (
+            f"`generation_kwargs={args.generation_kwargs}`: they may change what is sampled in ways that are not "
+            "scored."
+        )
+    if args.world_size > 1:
+        yield f"{args.world_size} processes: samples of a prompt move between them. Train in one process."
+
+
+def _unsupported_parts(trainer: Any) -> Iterator[str]:
+    if trainer._is_vlm:
+        yield "a model that takes images: pass a tokenizer as `processing_class`, and a text model."
+    if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
+        yield "`tools` and `environment_factory`: only single-turn rollouts can be reused."
+    if getattr(trainer, "rollout_func", None) is not None:
+        yield "`rollout_func`: it bypasses the trainer's own rollout, which is what is reused."
+    if is_peft_model(trainer.model):
+        yield "a PEFT model: its adapters are merged for the engine only, so scores may be of another model."
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        yield "a sharded model (DeepSpeed, FSDP): train without sharding."
+
+
+def epochs(trainer: Any) -> float | None:
+    """How often training will see each prompt; `None` where the data set has no length."""
+    if not isinstance(trainer.train_dataset, Dataset):
+        return None
+    args = trainer.args
+    if args.max_steps <= 0:
+        return args.num_train_epochs
+    prompts_a_step = (
+        args.per_device_train_batch_size
+        * args.gradient_accumulation_steps
+        / (args.num_generations * args.num_iterations)
+    )
+    return args.max_steps * prompts_a_step / len(trainer.train_dataset)
+
+
+def warm_share(trainer: Any) -> float | None:
+    """Share of rollouts that come after the first epoch, so that they can reuse anything."""
+    seen = epochs(trainer)
+    return None if seen is None else max(0.0, 1.0 - 1.0 / seen)
+
+
+def warn_if_useless(trainer: Any) -> None:
+    """Warn where each prompt is met once, so that there is never anything to reuse."""
+    seen = epochs(trainer)
+    if seen is not None and math.ceil(seen) <= 1:
+        logger.warning(
+            "`use_spec_rollout=True` cannot help here: training sees each prompt %.2g times. Reuse begins when a "
+            "prompt comes back (`num_train_epochs`, `max_steps`).",
+            seen,
+        )

@@ -1,0 +1,129 @@
+"""TRL's configs with the settings of speculative rollouts beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trl import GRPOConfig, RLOOConfig
+
+from specrl_plugins import ReusePolicy, ReuseRule
+
+
+@dataclass
+class SpecRolloutArguments:
+    r"""
+    Settings of speculative rollouts, added to those of a TRL config.
+
+    Parameters:
+        use_spec_rollout (`bool`, *optional*, defaults to `False`):
+            Whether to reuse past completions. With `False` the trainer is TRL's own.
+        spec_rule (`str`, *optional*, defaults to `"speculative"`):
+            How much of a past completion is reused: `"speculative"` keeps its verified prefix (SPEC-RL), `"random"`
+            cuts it at random, `"full"` keeps all of it. The last two are baselines for comparison.
+        spec_log_lenience (`float`, *optional*, defaults to `0.5`):
+            Log of the lenience l of the speculative rule, in nats. 0 is the classical speculative rule; more reuses
+            more and is further off policy.
+        spec_refresh_rate (`float`, *optional*, defaults to `0.1`):
+            Share of rows that are sampled afresh whatever the cache holds.
+        spec_carry_limit (`int`, *optional*):
+            Most visits of a prompt that a token is carried over before its row is sampled afresh. `None` sets no
+            limit.
+        spec_verifier (`str`, *optional*, defaults to `"trainer"`):
+            What scores past completions: `"trainer"`, the trainer's own forward, whose result is then not computed
+            again for the old log-probs; or `"engine"`, vLLM.
+        spec_cache_dir (`str`, *optional*):
+            Folder of the trajectory cache. Defaults to `spec_cache` in `output_dir`.
+        spec_cache_max_mib (`float`, *optional*, defaults to `4096`):
+            Size of the cache in MiB above which the least recently used trajectories are forgotten.
+        spec_guard (`bool`, *optional*, defaults to `True`):
+            Whether to pause reuse for some batches where verifying is measured to cost more than it saves. The pauses
+            depend on timing: switch it off for runs that must repeat exactly.
+    """
+
+    use_spec_rollout: bool = field(
+        default=False,
+        metadata={"help": "Whether to reuse past completions. With `False` the trainer is TRL's own."},
+    )
+    spec_rule: str = field(
+        default="speculative",
+        metadata={
+            "help": "How much of a past completion is reused: its verified prefix ('speculative', SPEC-RL), up to a "
+            "random cut ('random') or all of it ('full'). The last two are baselines.",
+            "choices": [rule.value for rule in ReuseRule],
+        },
+    )
+    spec_log_lenience: float = field(
+        default=0.5,
+        metadata={
+            "help": "Log of the lenience of the speculative rule, in nats. 0 is the classical speculative rule; more "
+            "reuses more and is further off policy."
+        },
+    )
+    spec_refresh_rate: float = field(
+        default=0.1, metadata={"help": "Share of rows that are sampled afresh whatever the cache holds."}
+    )
+    spec_carry_limit: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most visits of a prompt that a token is carried over before its row is sampled afresh. Not set: "
+            "no limit."
+        },
+    )
+    spec_verifier: str = field(
+        default="trainer",
+        metadata={
+            "help": "What scores past completions: 'trainer', the trainer's own forward, whose result is then not "
+            "computed again for the old log-probs; or 'engine', vLLM.",
+            "choices": ["trainer", "engine"],
+        },
+    )
+    spec_cache_dir: str | None = field(
+        default=None, metadata={"help": "Folder of the trajectory cache. Not set: `spec_cache` in `output_dir`."}
+    )
+    spec_cache_max_mib: float = field(
+        default=4096.0,
+        metadata={"help": "Size of the cache in MiB above which the least recently used trajectories are forgotten."},
+    )
+    spec_guard: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether to pause reuse for some batches where verifying is measured to cost more than it saves. "
+            "The pauses depend on timing: switch it off for runs that must repeat exactly."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]  # TRL's config comes next in every class that mixes this in
+        if self.spec_verifier not in ("trainer", "engine"):
+            raise ValueError(f"`spec_verifier` is 'trainer' or 'engine', not {self.spec_verifier!r}.")
+        if self.spec_cache_max_mib <= 0:
+            raise ValueError(f"`spec_cache_max_mib` is a size in MiB, above 0, not {self.spec_cache_max_mib}.")
+        try:
+            self.reuse_policy()
+        except ValueError as error:
+            raise ValueError(f"spec_* settings: {error}") from error
+
+    def reuse_policy(self) -> ReusePolicy:
+        """The core's policy of these settings."""
+        return ReusePolicy(
+            rule=ReuseRule(self.spec_rule),
+            log_lenience=self.spec_log_lenience,
+            refresh_rate=self.spec_refresh_rate,
+            carry_limit=self.spec_carry_limit,
+            seed=self.seed,  # type: ignore[attr-defined]
+        )
+
+    def cache_directory(self) -> Path:
+        """Folder of the trajectory cache."""
+        return Path(self.spec_cache_dir or Path(self.output_dir) / "spec_cache")  # type: ignore[attr-defined]
+
+
+@dataclass
+class SpecGRPOConfig(SpecRolloutArguments, GRPOConfig):
+    """[`~trl.GRPOConfig`] with the settings of [`SpecRolloutArguments`]."""
+
+
+@dataclass
+class SpecRLOOConfig(SpecRolloutArguments, RLOOConfig):
+    """[`~trl.RLOOConfig`] with the settings of [`SpecRolloutArguments`]."""

@@ -1,0 +1,304 @@
+"""TRL's trainers with speculative rollouts.
+
+Four of TRL's private methods are overridden, all of them here, as read in TRL 1.16.0; each override calls the original:
+
+- `_generate_single_turn`: token ids of prompts in, completions out. The rollout.
+- `_get_per_token_logps_and_entropies`: the trainer's forward. It verifies drafts; and in the pass for the old log-probs,
+  rows that verification has already scored are handed back.
+- `_calculate_rewards`: read, to store a reward with its trajectory.
+- `_generate_and_score_completions`: encloses these; a rollout is stored when it returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
+from trl import GRPOTrainer, RLOOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+
+from specrl_plugins import (
+    Continuation,
+    Fingerprint,
+    Rollout,
+    SpeculativeRollout,
+    TrajectoryCache,
+    VerificationGuard,
+)
+from specrl_plugins.fingerprint import content_hash
+from trl_integration.callback import SpecRolloutCallback
+from trl_integration.checks import UnsupportedSetting, check_config, check_trainer, warn_if_useless
+from trl_integration.config import SpecRolloutArguments
+from trl_integration.sampling import recorded_generate
+
+if TYPE_CHECKING:
+    from specrl_plugins.vllm import InterceptedLLM, VLLMEngine
+
+
+class _TrainerEngine:
+    """The trainer as the engine of a rollout: its forward scores, its rollout call generates."""
+
+    def __init__(self, trainer: SpecRolloutMixin, generate: Callable[..., list[Continuation]]):
+        self.trainer = trainer
+        self.generate = generate
+
+    @property
+    def max_context(self) -> int | None:
+        if not self.trainer.use_vllm:
+            return None
+        return self.trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
+
+    def score(self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]) -> list[NDArray]:
+        return self.trainer.spec_score(prompts, continuations)
+
+
+class SpecRolloutMixin:
+    """Speculative rollouts for TRL's online trainers. Goes before one of them in the bases of a class.
+
+    Attributes:
+        spec_rollout (`SpeculativeRollout`, *optional*):
+            The core. `None` where `use_spec_rollout` is `False`: then every method here is TRL's.
+    """
+
+    # Whether TRL's `_generate_single_turn` returns the sampling log-probs beside the ids.
+    _single_turn_returns_logprobs: bool
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        config = kwargs.get("args") or next((arg for arg in args if isinstance(arg, SpecRolloutArguments)), None)
+        self.spec_rollout: SpeculativeRollout | None = None
+        self._rollout: Rollout | None = None  # from `_generate_single_turn` until it is stored
+        self._scored: list[NDArray] | None = None  # its log-probs by the trainer's forward, once TRL asked for them
+        self._rewards: list[float] | None = None
+        enabled = getattr(config, "use_spec_rollout", False)
+        if enabled:
+            check_config(config)
+        super().__init__(*args, **kwargs)
+        if not enabled:
+            return
+        check_trainer(self)
+        warn_if_useless(self)
+        fingerprint = self._fingerprint()
+        self.spec_rollout = SpeculativeRollout(
+            cache=TrajectoryCache(config.cache_directory(), fingerprint, config.spec_cache_max_mib),
+            policy=config.reuse_policy(),
+            vocab_size=fingerprint.vocab_size,
+            guard=VerificationGuard(may_pause=config.spec_guard),
+        )
+        if self.use_vllm:
+            from specrl_plugins.vllm import InterceptedLLM
+
+            self.vllm_generation.llm = InterceptedLLM(self.vllm_generation.llm)
+        self.add_callback(SpecRolloutCallback(self))
+
+    def _fingerprint(self) -> Fingerprint:
+        vocabulary = self._tokenizer.get_vocab()
+        return Fingerprint(
+            model=str(self.model.config.name_or_path),
+            tokenizer=content_hash(vocabulary),
+            # Embeddings are often padded beyond the tokenizer; an engine refuses such an id in a prompt.
+            vocab_size=min(self.model.config.get_text_config().vocab_size, max(vocabulary.values()) + 1),
+            scorer="trainer" if self.args.spec_verifier == "trainer" else "vllm",
+            sampling={
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "top_k": self.top_k,
+                "min_p": self.min_p,
+                "repetition_penalty": self.repetition_penalty,
+                "eos_token_ids": sorted(self.eos_token_ids),
+            },
+        )
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict, *args: Any, **kwargs: Any
+    ) -> Any:
+        single_turn = super()._generate_single_turn
+        if self.spec_rollout is None or not self.model.training:
+            return single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
+        if multimodal_fields and not self.use_vllm:
+            raise UnsupportedSetting(
+                f"`use_spec_rollout=True` does not work with a tokenizer that returns {', '.join(multimodal_fields)}: "
+                "these would have to be made up for reused tokens."
+            )
+        self._rollout = self._scored = self._rewards = None  # an interrupted step may have left its own
+        self._rollout = self._roll_out(
+            prompt_ids, lambda contexts: single_turn(contexts, images, multimodal_fields, *args, **kwargs)
+        )
+        completion_ids = [response.tokens.tolist() for response in self._rollout.responses]
+        if not self._single_turn_returns_logprobs:
+            return completion_ids
+        # Reused tokens count as sampled by the policy that verified them: their importance ratio is 1 with the
+        # trainer as the verifier, and that of engine against trainer with the engine.
+        logprobs = [response.logprobs.tolist() for response in self._rollout.responses] if self.use_vllm else None
+        return completion_ids, logprobs
+
+    def _roll_out(self, prompts: list[list[int]], single_turn: Callable[[list[list[int]]], Any]) -> Rollout:
+        """One rollout of the core, with TRL's `_generate_single_turn` as what generates."""
+        assert self.spec_rollout is not None
+        core, cap, step = self.spec_rollout, self.max_completion_length, self.state.global_step + 1
+        if not self.use_vllm:
+
+            def generate(contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
+                model = self.accelerator.unwrap_model(self.model_wrapped)
+                with recorded_generate(model, budgets, self.eos_token_ids, self.temperature) as recorder:
+                    single_turn(list(contexts))
+                return recorder.continuations()
+
+            return core.run(_TrainerEngine(self, generate), prompts, cap, step)
+
+        llm: InterceptedLLM = self.vllm_generation.llm
+        if self.args.spec_verifier == "engine":  # verify and continue while the engine is awake
+            return llm.run_instead(lambda engine: core.run(engine, prompts, cap, step), lambda: single_turn(prompts))
+
+        outside = 0.0  # seconds of the call in which TRL pushes weights, wakes the engine and puts it to sleep
+
+        def generate_in_engine(contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
+            nonlocal outside
+            inside = 0.0
+
+            def work(engine: VLLMEngine) -> list[Continuation]:
+                nonlocal inside
+                start = time.perf_counter()
+                continuations = engine.generate(contexts, budgets)
+                inside = time.perf_counter() - start
+                return continuations
+
+            start = time.perf_counter()
+            continuations = llm.run_instead(work, lambda: single_turn(list(contexts)))
+            outside += time.perf_counter() - start - inside
+            return continuations
+
+        rollout = core.run(_TrainerEngine(self, generate_in_engine), prompts, cap, step)
+        rollout.counts.generate_s -= outside
+        return rollout
+
+    def spec_score(
+        self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]
+    ) -> list[NDArray[np.float32]]:
+        """Log-probs of continuations by the trainer's forward, see [`specrl_plugins.Engine.score`].
+
+        In batches of `per_device_train_batch_size` rows of similar length, so that little is padded.
+        """
+        device, pad_id = self.accelerator.device, self._tokenizer.pad_token_id
+        lengths = [len(prompt) + len(tokens) for prompt, tokens in zip(prompts, continuations, strict=True)]
+        order = np.argsort(lengths, kind="stable")
+        scored: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(prompts)
+        size = self.args.per_device_train_batch_size
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            for start in range(0, len(order), size):
+                rows = order[start : start + size].tolist()
+                left = _pad([prompts[row] for row in rows], pad_id, "left", device)
+                right = _pad([continuations[row] for row in rows], pad_id, "right", device)
+                mask = torch.cat(
+                    [
+                        _pad([np.ones(len(prompts[row])) for row in rows], 0, "left", device),
+                        _pad([np.ones(len(continuations[row])) for row in rows], 0, "right", device),
+                    ],
+                    1,
+                )
+                logprobs, _, _ = super()._get_per_token_logps_and_entropies(
+                    self.model, torch.cat([left, right], 1), mask, right.size(1)
+                )
+                for row, line in zip(rows, logprobs.float().cpu().numpy(), strict=True):
+                    scored[row] = line[: len(continuations[row])]
+        return scored
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        forward = super()._get_per_token_logps_and_entropies
+        # The pass for the old log-probs: the first over the policy itself between a rollout and its being stored.
+        if (
+            self._rollout is None
+            or self._scored is not None
+            or model is not self.model
+            or self.args.spec_verifier != "trainer"
+        ):
+            return forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        responses, device = self._rollout.responses, input_ids.device
+        # TRL may mask whole rows (`mask_truncated_completions`), but their log-probs are wanted for the cache.
+        lengths = torch.tensor([len(response.tokens) for response in responses], device=device)
+        wanted = (torch.arange(logits_to_keep, device=device) < lengths[:, None]).to(attention_mask.dtype)
+        logprobs = torch.zeros(wanted.shape, device=device)
+        for row, response in enumerate(responses):
+            if response.reused_whole:
+                logprobs[row, : len(response.tokens)] = torch.from_numpy(response.logprobs).to(device)
+        unknown = [row for row, response in enumerate(responses) if not response.reused_whole]
+        if unknown:
+            mask = torch.cat([attention_mask[:, :-logits_to_keep], wanted], 1)
+            computed, _, _ = forward(model, input_ids[unknown], mask[unknown], logits_to_keep, *args, **kwargs)
+            logprobs[unknown] = computed.float()
+        self._count_spared(self._rollout)
+        self._scored = [line[:length] for line, length in zip(logprobs.cpu().numpy(), lengths.tolist(), strict=True)]
+        return logprobs * attention_mask[:, -logits_to_keep:], None, None
+
+    @staticmethod
+    def _count_spared(rollout: Rollout) -> None:
+        """Rows handed back spare their share of the seconds that verifying took."""
+        verified = [r for r in rollout.responses if r.draft is not None]
+        spared = sum(len(r.prompt) + len(r.tokens) for r in verified if r.reused_whole)
+        if spared:
+            scored = sum(len(r.prompt) + len(r.draft_tokens) for r in verified)
+            rollout.counts.spared_s += rollout.counts.verify_s * spared / scored
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rewards_per_func = super()._calculate_rewards(*args, **kwargs)
+        if self._rollout is not None:
+            weights = self.reward_weights.to(rewards_per_func.device)
+            rewards = (rewards_per_func * weights).nansum(1)
+            rewards[rewards_per_func.isnan().all(1)] = torch.nan
+            self._rewards = rewards.tolist()
+        return rewards_per_func
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if self.spec_rollout is not None and self._rollout is not None:
+            rollout, scored, rewards = self._rollout, self._scored, self._rewards
+            self._rollout = self._scored = self._rewards = None
+            if scored is None and self.use_vllm and self.args.spec_verifier == "trainer":
+                scored = self._score_generated(rollout)
+            self.spec_rollout.store(rollout, None if self.args.spec_verifier == "engine" else scored, rewards)
+        return output
+
+    def _score_generated(self, rollout: Rollout) -> list[NDArray[np.float32]]:
+        """Log-probs by the trainer where TRL did not ask for them: those of the engine may not be mixed with them."""
+        start = time.perf_counter()
+        unknown = [r for r in rollout.responses if not r.reused_whole]
+        computed = iter(self.spec_score([r.prompt for r in unknown], [r.tokens for r in unknown]))
+        scored = [r.logprobs if r.reused_whole else next(computed) for r in rollout.responses]
+        rollout.counts.verify_s += time.perf_counter() - start
+        return scored
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.spec_rollout is not None and self.model.training:
+            for name, value in self.spec_rollout.take_metrics().items():
+                self._metrics["train"][name].append(value)
+        super().log(logs, start_time)
+
+
+def _pad(rows: Sequence[Any], value: int, side: str, device: torch.device) -> torch.Tensor:
+    """Ragged rows as one integer tensor of shape `(batch, tokens)`."""
+    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side).to(device)
+
+
+class SpecGRPOTrainer(SpecRolloutMixin, GRPOTrainer):
+    """[`~trl.GRPOTrainer`] that reuses past completions where its config, a [`SpecGRPOConfig`], says so."""
+
+    _single_turn_returns_logprobs = True
+
+
+class SpecRLOOTrainer(SpecRolloutMixin, RLOOTrainer):
+    """[`~trl.RLOOTrainer`] that reuses past completions where its config, a [`SpecRLOOConfig`], says so."""
+
+    _single_turn_returns_logprobs = False
