@@ -48,8 +48,8 @@ def uniforms(seed: int, prompt: bytes, slot: int, step: int, count: int, stream:
         key=np.frombuffer(prompt, "<u8").astype(np.uint64),
         counter=np.array([0, (stream << 48 | slot) & word, step & word, seed & word], dtype=np.uint64),
     )
-    # 53 random bits and a half: neither 0 (its log is infinite) nor 1 can come out.
-    return ((generator.random_raw(count) >> np.uint64(11)) + 0.5) * 2.0**-53
+    # 52 random bits and a half, which is exact: neither 0 (its log is infinite) nor 1 can come out.
+    return ((generator.random_raw(count) >> np.uint64(12)) + 0.5) * 2.0**-52
 
 
 def verified_prefix_lengths(

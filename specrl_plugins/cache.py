@@ -7,14 +7,17 @@ that is damaged is a miss.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from specrl_plugins.codec import CorruptRow, Row, decode, encode
 from specrl_plugins.fingerprint import Fingerprint, FingerprintMismatch
@@ -22,11 +25,24 @@ from specrl_plugins.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 FILE_NAME = "trajectories.sqlite"
+LOCK_NAME = "opening.lock"
 _BUSY_SECONDS = 60
 _MIB = 1 << 20
 # Share of the rows that one pass of eviction forgets.
 _EVICTED_SHARE = 0.05
+
+# The queries and the tables are known to fit, so a query that is wrong or breaks a constraint means a broken file.
+_DAMAGE = (
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_FORMAT,
+    sqlite3.SQLITE_NOTADB,
+)
 
 # Two tables, so that what is looked up, counted and aged does not drag the arrays along.
 _SCHEMA = {
@@ -101,7 +117,8 @@ class TrajectoryCache:
         self.max_mib = max_mib
         self.corrupt = 0
         self._connection: sqlite3.Connection | None = None
-        self._owner: int | None = None
+        self._opened: tuple[int, int, int] | None = None
+        _caches.add(self)
         if fingerprint is None and not self.path.is_file():
             raise CacheError(f"there is no trajectory cache in {self.directory}")
         try:
@@ -112,24 +129,27 @@ class TrajectoryCache:
 
     def get_many(self, keys: Sequence[tuple[bytes, int]]) -> list[Trajectory | None]:
         """Trajectories of a batch of (prompt key, slot); `None` for a miss. Marks what it finds as used."""
+        try:
+            db = self._connect()
+        except CacheError as error:  # opened before, but not again (disk full, say): training goes on without drafts
+            logger.warning("No past trajectories for this batch: %s", error)
+            return [None] * len(keys)
         found: list[Trajectory | None] = []
         ids: list[int] = []
-        db = self._connect()
-        with self._transaction(db, "DEFERRED"):
-            for prompt, slot in keys:
+        for prompt, slot in keys:
+            trajectory = None
+            try:
+                hit = db.execute(f"{_ROW} WHERE prompt = ? AND slot = ?", (prompt, slot)).fetchone()
+                if hit is not None:
+                    trajectory = self._decode(hit)
+                    ids.append(hit[-1])
+            except sqlite3.DatabaseError as error:
+                self._saw_corrupt(f"row of prompt {prompt.hex()}, slot {slot}: {error}")
+            # A hostile file can answer with another row than the one asked for.
+            if trajectory is not None and (trajectory.prompt, trajectory.slot) != (prompt, slot):
+                self._saw_corrupt(f"row of prompt {prompt.hex()}, slot {slot} holds another one")
                 trajectory = None
-                try:
-                    hit = db.execute(f"{_ROW} WHERE prompt = ? AND slot = ?", (prompt, slot)).fetchone()
-                    if hit is not None:
-                        trajectory = self._decode(hit)
-                        ids.append(hit[-1])
-                except sqlite3.DatabaseError as error:
-                    self._saw_corrupt(f"row of prompt {prompt.hex()}, slot {slot}: {error}")
-                # A hostile file can answer with another row than the one asked for.
-                if trajectory is not None and (trajectory.prompt, trajectory.slot) != (prompt, slot):
-                    self._saw_corrupt(f"row of prompt {prompt.hex()}, slot {slot} holds another one")
-                    trajectory = None
-                found.append(trajectory)
+            found.append(trajectory)
         self._touch(db, ids)
         return found
 
@@ -142,33 +162,29 @@ class TrajectoryCache:
             CacheWriteError: the disk is full or failing.
         """
         rows = [encode(trajectory) for trajectory in trajectories]
-        for attempt in range(2):
-            try:
-                db = self._connect()
-                with self._transaction(db, "IMMEDIATE"):
-                    for row in rows:
-                        self._put(db, row)
-                    if self.max_mib is not None:
-                        self._evict(db, self.max_mib)
-                return
-            except sqlite3.DatabaseError as error:
-                if attempt == 0 and _is_damage(error):
-                    self._set_aside(error)
-                    continue
-                raise CacheWriteError(f"trajectories were not stored in {self.path}: {error}") from error
+
+        def put(db: sqlite3.Connection) -> None:
+            for row in rows:
+                self._put(db, row)
+            if self.max_mib is not None:
+                self._evict(db, self.max_mib)
+
+        try:
+            self._write(put)
+        except (sqlite3.DatabaseError, CacheError) as error:
+            raise CacheWriteError(f"trajectories were not stored in {self.path}: {error}") from error
 
     def rewind(self, step: int) -> int:
         """Forget everything newer than optimizer step `step`; returns how many rows that were."""
-        return self._forget("step > ?", (step,))
+        return self._write(lambda db: self._delete(db, "step > ?", (step,)))
 
     def prune(self, max_mib: float) -> int:
         """Forget the least recently used rows until the cache is at most `max_mib` MiB, and shrink the file.
 
         Returns how many rows were forgotten.
         """
+        forgotten = self._write(lambda db: self._evict(db, max_mib))
         db = self._connect()
-        with self._transaction(db, "IMMEDIATE"):
-            forgotten = self._evict(db, max_mib)
         db.execute("VACUUM")
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return forgotten
@@ -184,24 +200,32 @@ class TrajectoryCache:
         return (trajectory for trajectory in self._rows() if trajectory is not None)
 
     def __len__(self) -> int:
-        return self._connect().execute("SELECT COUNT(*) FROM entries").fetchone()[0]
+        with self._reading() as db:
+            return db.execute("SELECT COUNT(*) FROM entries").fetchone()[0]
 
     @property
     def mib(self) -> float:
         """Size on disk in MiB, free pages not counted."""
-        return self._used_mib(self._connect())
+        with self._reading() as db:
+            return self._used_mib(db)
 
     def stats(self) -> CacheStats:
         """Counts of what is stored. Reads the whole index, no array."""
-        db = self._connect()
-        rows, prompts, tokens, oldest, newest = db.execute(
-            "SELECT COUNT(*), COUNT(DISTINCT prompt), COALESCE(SUM(length), 0), MIN(step), MAX(step) FROM entries"
-        ).fetchone()
-        return CacheStats(rows, prompts, tokens, self._used_mib(db), oldest, newest, self.corrupt)
+        with self._reading() as db:
+            rows, prompts, tokens, oldest, newest = db.execute(
+                "SELECT COUNT(*), COUNT(DISTINCT prompt), COALESCE(SUM(length), 0), MIN(step), MAX(step) FROM entries"
+            ).fetchone()
+            return CacheStats(rows, prompts, tokens, self._used_mib(db), oldest, newest, self.corrupt)
+
+    def __enter__(self) -> TrajectoryCache:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close the file. The next call opens it again."""
-        if self._connection is not None and self._owner == os.getpid():
+        if self._connection is not None:
             self._connection.close()
         self._connection = None
 
@@ -239,14 +263,11 @@ class TrajectoryCache:
 
     def _rows(self) -> Iterator[Trajectory | None]:
         """Every row, latest used first; `None` for one that does not check out."""
-        db = self._connect()
-        try:
+        with self._reading() as db:
             ids = [id for (id,) in db.execute("SELECT id FROM entries ORDER BY used DESC")]
-        except sqlite3.DatabaseError as error:
-            raise CacheError(f"{self.path} is damaged and cannot be read: {error}") from error
         for id in ids:
             try:
-                columns = db.execute(f"{_ROW} WHERE entries.id = ?", (id,)).fetchone()
+                columns = self._connect().execute(f"{_ROW} WHERE entries.id = ?", (id,)).fetchone()
             except sqlite3.DatabaseError as error:
                 self._saw_corrupt(f"row {id}: {error}")
                 yield None
@@ -258,7 +279,7 @@ class TrajectoryCache:
     def _touch(self, db: sqlite3.Connection, ids: list[int]) -> None:
         # Recency only decides what is forgotten first: not worth failing a look-up on a full or read-only disk.
         try:
-            with self._transaction(db, "IMMEDIATE"):
+            with self._transaction(db):
                 db.executemany("UPDATE entries SET used = ? WHERE id = ?", [(time.time_ns(), id) for id in ids])
         except sqlite3.DatabaseError as error:
             logger.debug("recency of %d rows not noted: %s", len(ids), error)
@@ -272,11 +293,6 @@ class TrajectoryCache:
             oldest = "id IN (SELECT id FROM entries ORDER BY used LIMIT ?)"
             forgotten += self._delete(db, oldest, (max(1, int(rows * _EVICTED_SHARE)),))
         return forgotten
-
-    def _forget(self, condition: str, values: tuple) -> int:
-        db = self._connect()
-        with self._transaction(db, "IMMEDIATE"):
-            return self._delete(db, condition, values)
 
     @staticmethod
     def _delete(db: sqlite3.Connection, condition: str, values: tuple) -> int:
@@ -293,23 +309,68 @@ class TrajectoryCache:
     # -- the file
 
     def _connect(self) -> sqlite3.Connection:
-        """This process's connection: SQLite's may not be carried across a fork."""
-        if self._connection is not None and self._owner == os.getpid():
+        """This process's connection to the file that the path names now: another process may have replaced it."""
+        if self._connection is not None and self._opened == self._identity():
             return self._connection
+        self.close()
         try:
-            self._connection = self._open()
+            # Two processes that set up one new file, or move one damaged file aside, would undo each other's work.
+            with self._alone():
+                try:
+                    self._connection = self._open()
+                except sqlite3.DatabaseError as error:
+                    if not _is_damage(error):
+                        raise
+                    if self.fingerprint is None:
+                        raise CacheError(f"{self.path} is damaged, or no trajectory cache: {error}") from error
+                    self._set_aside(error)
+                    self._connection = self._open()
+                self._opened = self._identity()
+        except (sqlite3.DatabaseError, OSError) as error:
+            raise CacheError(
+                f"the trajectory cache {self.path} cannot be opened for writing ({error}). Check that the "
+                "directory is writable and not on a network file system, or choose another cache directory."
+            ) from error
+        return self._connection
+
+    def _identity(self) -> tuple[int, int, int] | None:
+        """Which file the path names, and for which process; `None` where there is none."""
+        try:
+            file = os.stat(self.path)
+        except OSError:
+            return None
+        return os.getpid(), file.st_dev, file.st_ino
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One process at a time, on this node."""
+        with open(self.directory / LOCK_NAME, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        try:
+            yield self._connect()
+        except sqlite3.DatabaseError as error:
+            raise CacheError(f"{self.path} is damaged and cannot be read: {error}") from error
+
+    def _write(self, change: Callable[[sqlite3.Connection], T]) -> T:
+        """Commit what `change` does, all of it or nothing. A file that turns out to be damaged is replaced first."""
+        try:
+            return self._commit(change)
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
-                raise CacheError(
-                    f"the trajectory cache {self.path} cannot be opened for writing ({error}). Check that the "
-                    "directory is writable and not on a network file system, or choose another cache directory."
-                ) from error
-            if self.fingerprint is None:
-                raise CacheError(f"{self.path} is damaged, or no trajectory cache: {error}") from error
-            self._set_aside(error)
-            self._connection = self._open()
-        self._owner = os.getpid()
-        return self._connection
+                raise
+            with self._alone():
+                if self._opened == self._identity():  # no other process has replaced it meanwhile
+                    self._set_aside(error)
+        return self._commit(change)
+
+    def _commit(self, change: Callable[[sqlite3.Connection], T]) -> T:
+        db = self._connect()
+        with self._transaction(db):
+            return change(db)
 
     def _open(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None)
@@ -320,12 +381,14 @@ class TrajectoryCache:
             db.execute("PRAGMA journal_mode = WAL")
             # A commit survives the death of the process; a power cut may lose the last ones, never the file.
             db.execute("PRAGMA synchronous = NORMAL")
-            with self._transaction(db, "IMMEDIATE"):
-                present = dict(db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
-                if not present:
+            with self._transaction(db):
+                # Pairs, since a trigger may have the name of a table.
+                present = db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+                if not present and self.fingerprint is not None:
                     for statement in _SCHEMA.values():
                         db.execute(statement)
-                elif present != _SCHEMA:
+                    db.execute("INSERT INTO meta VALUES ('fingerprint', ?)", (self.fingerprint.to_json(),))
+                elif sorted(present) != sorted(_SCHEMA.items()):
                     raise sqlite3.DatabaseError("its tables are not those of a trajectory cache")
                 self._check_fingerprint(db)
         except BaseException:
@@ -336,13 +399,10 @@ class TrajectoryCache:
     def _check_fingerprint(self, db: sqlite3.Connection) -> None:
         stored = db.execute("SELECT value FROM meta WHERE name = 'fingerprint'").fetchone()
         if stored is None:
-            if self.fingerprint is None:
-                raise sqlite3.DatabaseError("it has no fingerprint")
-            db.execute("INSERT INTO meta VALUES ('fingerprint', ?)", (self.fingerprint.to_json(),))
-            return
+            raise sqlite3.DatabaseError("it has no fingerprint")
         try:
             fingerprint = Fingerprint.from_json(stored[0])
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise sqlite3.DatabaseError(f"its fingerprint cannot be read: {error}") from error
         if self.fingerprint is None:
             self.fingerprint = fingerprint
@@ -375,15 +435,10 @@ class TrajectoryCache:
 
     @staticmethod
     @contextmanager
-    def _transaction(db: sqlite3.Connection, kind: str) -> Iterator[None]:
-        db.execute(f"BEGIN {kind}")
+    def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+        db.execute("BEGIN IMMEDIATE")
         try:
             yield
-        except BaseException:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-            raise
-        try:
             db.execute("COMMIT")
         except BaseException:
             if db.in_transaction:
@@ -396,4 +451,17 @@ def _is_damage(error: sqlite3.DatabaseError) -> bool:
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:  # raised by this module, or by the sqlite3 module itself for what it cannot decode
         return type(error) is sqlite3.DatabaseError
-    return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    return code & 0xFF in _DAMAGE
+
+
+# A connection may not be carried across a fork, not even unused: the child would believe to hold locks that only its
+# parent holds. See "How To Corrupt An SQLite Database File", 2.6.
+_caches: weakref.WeakSet[TrajectoryCache] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for cache in list(_caches):
+        cache.close()
+
+
+os.register_at_fork(before=_close_all)

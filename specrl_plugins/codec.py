@@ -115,4 +115,4 @@ def _unpack(blob: bytes, dtype: str, length: int) -> NDArray:
     if zstandard.frame_content_size(blob) != size:
         raise CorruptRow(f"an array does not hold {length} values")
     planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(blob), np.uint8)
-    return np.ascontiguousarray(planes.reshape(-1, length).T).view(dtype).reshape(length)
+    return planes.reshape(-1, length).T.copy().view(dtype).reshape(length)

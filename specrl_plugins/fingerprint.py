@@ -38,7 +38,8 @@ class Fingerprint:
     def from_json(cls, text: str) -> Fingerprint:
         """Raises `ValueError` where `text` is not a fingerprint."""
         content = json.loads(text)
-        if not isinstance(content, dict) or set(content) != {f.name for f in fields(cls)}:
+        names = {f.name for f in fields(cls)}
+        if not isinstance(content, dict) or set(content) != names or not isinstance(content["sampling"], dict):
             raise ValueError("not a fingerprint")
         return cls(**content)
 

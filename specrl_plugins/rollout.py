@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrl_plugins.acceptance import ReusePolicy
-from specrl_plugins.cache import CacheWriteError, TrajectoryCache
+from specrl_plugins.cache import CacheError, CacheWriteError, TrajectoryCache
 from specrl_plugins.engine import Engine
 from specrl_plugins.guard import VerificationGuard
 from specrl_plugins.metrics import RolloutCounts
@@ -214,10 +214,12 @@ class SpeculativeRollout:
         counts, self._since_taken = self._since_taken, RolloutCounts()
         if not counts.rows:
             return {}
-        return counts.metrics() | {
-            "spec/cache_rows": float(len(self.cache)),
-            "spec/cache_mib": self.cache.mib,
-        }
+        metrics = counts.metrics()
+        try:
+            metrics |= {"spec/cache_rows": float(len(self.cache)), "spec/cache_mib": self.cache.mib}
+        except CacheError as error:  # a damaged file, which the next batch that is stored replaces
+            logger.warning("%s", error)
+        return metrics
 
     def _look_up(
         self, responses: list[Response], cap: int, step: int, max_context: int | None, counts: RolloutCounts

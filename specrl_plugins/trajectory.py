@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ class Trajectory:
             raise ValueError("a token id is negative")
         if not np.isfinite(self.logprobs).all() or self.logprobs.max() > MAX_LOGPROB:
             raise ValueError("a log-prob is not finite or is above zero")
+        if self.reward is not None and math.isnan(self.reward):  # SQLite would make it NULL
+            raise ValueError("the reward is not a number; one that is not known is None")
 
 
 def prompt_key(token_ids: Sequence[int]) -> bytes:

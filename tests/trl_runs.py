@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from trl_integration import SpecGRPOConfig, SpecGRPOTrainer
+from specrl_plugins import prompt_key
+from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOTrainer
 
 PROMPTS = [f"{a}+{b}=?" for a in range(3) for b in range(2)]
 
@@ -33,7 +36,7 @@ def settings(output_dir, config=SpecGRPOConfig, **changes):
         gradient_checkpointing=False,
         seed=7,
     )
-    if issubclass(config, SpecGRPOConfig) or "Spec" in config.__name__:
+    if config.__name__.startswith("Spec"):
         # Timing must not decide anything in a test.
         content |= dict(use_spec_rollout=True, spec_guard=False, spec_refresh_rate=0.0)
     return config(**(content | changes))
@@ -53,3 +56,67 @@ def build(model, args, trainer=SpecGRPOTrainer, prompts=PROMPTS, **changes):
 def history(trainer, name):
     """Values of a metric over the steps that logged it."""
     return [entry[name] for entry in trainer.state.log_history if entry.get(name) is not None]
+
+
+class Checked:
+    """Mixed into a trainer: recomputes every rollout with a plain forward and compares all that was made of it.
+
+    Tolerance of a log-prob: 1e-4 nats (fp32; batches are padded differently).
+    """
+
+    tolerance = 1e-4
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            return output
+        self.checked_rows = getattr(self, "checked_rows", 0)
+        keys = []
+        eos = set(self.eos_token_ids)
+        for row in range(len(output["prompt_ids"])):
+            prompt = output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()
+            keys.append(prompt_key(prompt))
+            (stored,) = self.spec_rollout.cache.get_many([(keys[-1], keys.count(keys[-1]) - 1)])
+            ids = stored.tokens.tolist()
+            # What the trainer received is what was stored: never over the cap, one end token at the most, at the end.
+            received = output["completion_ids"][row]
+            assert received[: len(ids)].tolist() == ids
+            assert (received[len(ids) :] == self._tokenizer.pad_token_id).all()
+            mask = output["completion_mask"][row]
+            ended = ids[-1] in eos or ids[-1] == self._tokenizer.pad_token_id  # by TRL's own count
+            masked_out = self.mask_truncated_completions and not ended
+            assert int(mask.sum()) == (0 if masked_out else len(ids))
+            assert 0 < len(ids) <= self.max_completion_length
+            assert not eos & set(ids[:-1])
+            assert (ids[-1] in eos) == (stored.finish_reason == "stop")
+            assert stored.finish_reason == "stop" or len(ids) == self.max_completion_length
+            with torch.no_grad():
+                logits = self.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            plain = (logits / self.temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
+            np.testing.assert_allclose(stored.logprobs, plain, atol=self.tolerance)
+            for name in ("old_per_token_logps", "sampling_per_token_logps"):
+                if name in output and not masked_out:
+                    np.testing.assert_allclose(output[name][row][: len(ids)], plain, atol=self.tolerance)
+            self.checked_rows += 1
+        return output
+
+
+class CheckedGRPOTrainer(Checked, SpecGRPOTrainer):
+    pass
+
+
+class CheckedRLOOTrainer(Checked, SpecRLOOTrainer):
+    pass
+
+
+class RecordedReward:
+    """The reward of the tiny runs, which also keeps every completion it was asked about."""
+
+    __name__ = "reward_digits"
+
+    def __init__(self):
+        self.completions = []
+
+    def __call__(self, completions, **kwargs):
+        self.completions.append(completions)
+        return reward_digits(completions)

@@ -1,0 +1,353 @@
+"""TRL training runs on the transformers path, through `trainer.train()`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+
+import trl
+from conftest import build_tiny_model
+from transformers import TrainerCallback
+from trl_runs import (
+    PROMPTS,
+    CheckedGRPOTrainer,
+    CheckedRLOOTrainer,
+    RecordedReward,
+    build,
+    history,
+    reward_digits,
+    settings,
+)
+
+from specrl_plugins import FingerprintMismatch, TrajectoryCache
+from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig, SpecRLOOTrainer
+from trl_integration.callback import RUN_LOG
+from trl_integration.checks import UnsupportedSetting
+
+pytestmark = pytest.mark.trl
+
+METRICS = {
+    "reused_token_fraction", "draft_hit_rate", "draft_accept_rate", "full_reuse_rate", "prefix_length_mean",
+    "generated_tokens", "reused_tokens", "log_ratio_mean", "draft_age_mean", "reward_gap", "time/lookup_s",
+    "time/verify_s", "time/generate_s", "time/store_s", "cache_rows", "cache_mib",
+}  # fmt: skip
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_reuse_begins_with_the_second_epoch_and_everything_is_logged(tiny_model, tmp_path, capsys):
+    trainer = build(tiny_model, settings(tmp_path, num_train_epochs=4), trainer=CheckedGRPOTrainer)
+    trainer.train()
+    fraction = history(trainer, "spec/reused_token_fraction")
+    assert fraction[:3] == [0, 0, 0]
+    assert len(fraction) == 12 and min(fraction[3:]) > 0
+    logged = {name.removeprefix("spec/") for entry in trainer.state.log_history for name in entry}
+    assert logged >= METRICS
+    assert trainer.checked_rows == 12 * 8
+    total = trainer.spec_rollout.total
+    assert total.generated_tokens + total.reused_tokens == total.completion_tokens
+    assert sum(history(trainer, "spec/generated_tokens")) == total.generated_tokens
+    said = capsys.readouterr().out
+    assert "log-lenience 0.5" in said and "75% of the rollouts" in said and str(tmp_path / "spec_cache") in said
+    assert f"{total.generated_tokens} tokens generated, {total.reused_tokens} reused" in said
+    lines = [json.loads(line) for line in (tmp_path / RUN_LOG).read_text().splitlines()]
+    assert [line["spec/reused_token_fraction"] for line in lines[:12]] == fraction
+
+
+@pytest.mark.parametrize(
+    ("plain", "ours", "config", "our_config"),
+    [
+        (trl.GRPOTrainer, SpecGRPOTrainer, trl.GRPOConfig, SpecGRPOConfig),
+        (trl.RLOOTrainer, SpecRLOOTrainer, trl.RLOOConfig, SpecRLOOConfig),
+    ],
+)
+def test_flag_off_is_trl_and_flag_on_samples_the_same_first_epoch(
+    tiny_model, tmp_path, plain, ours, config, our_config
+):
+    runs = {}
+    for name, trainer_class, args in (
+        ("plain", plain, settings(tmp_path / "plain", config)),
+        ("off", ours, settings(tmp_path / "off", our_config, use_spec_rollout=False)),
+        ("on", ours, settings(tmp_path / "on", our_config)),
+    ):
+        reward = RecordedReward()
+        trainer = build(tiny_model, args, trainer=trainer_class, reward_funcs=reward)
+        trainer.train()
+        timeless = [
+            {k: v for k, v in entry.items() if "time" not in k and "per_second" not in k}
+            for entry in trainer.state.log_history
+        ]
+        runs[name] = (reward.completions, timeless)
+    assert runs["off"] == runs["plain"]
+    assert runs["on"][0][:3] == runs["plain"][0][:3]
+    assert runs["on"][0][3:] != runs["plain"][0][3:]
+    without_ours = [{k: v for k, v in entry.items() if not k.startswith("spec/")} for entry in runs["on"][1][:3]]
+    assert without_ours == runs["plain"][1][:3]
+    assert not (tmp_path / "off" / "spec_cache").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(temperature=0.7),
+        dict(gradient_accumulation_steps=2),
+        dict(steps_per_generation=2, gradient_accumulation_steps=1, per_device_train_batch_size=4),
+        dict(num_iterations=2, loss_type="dr_grpo", beta=0.05),
+        dict(steps_per_generation=2, mask_truncated_completions=True, per_device_train_batch_size=4),
+        dict(loss_type="bnpo", spec_rule="random"),
+        dict(spec_rule="full", spec_carry_limit=1),
+        dict(shuffle_dataset=False, gradient_checkpointing=True, spec_refresh_rate=0.5),
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_every_schedule_and_setting_hands_over_and_stores_right_log_probs(tiny_model, tmp_path, changes):
+    trainer = build(tiny_model, settings(tmp_path, **changes), trainer=CheckedGRPOTrainer)
+    trainer.train()
+    assert trainer.checked_rows >= 24
+    assert trainer.spec_rollout.total.reused_tokens > 0
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(beta=0.1, temperature=1.3)], ids=["plain", "kl-temperature"])
+def test_rloo_reuses_and_stores_what_its_own_pass_computed(tiny_model, tmp_path, changes):
+    args = settings(tmp_path, SpecRLOOConfig, **changes)
+    trainer = build(tiny_model, args, trainer=CheckedRLOOTrainer)
+    trainer.train()
+    assert trainer.checked_rows == 9 * 8
+    assert trainer.spec_rollout.total.reused_tokens > 0
+    # Rows that were reused whole were not computed a second time.
+    assert (trainer.spec_rollout.total.spared_s > 0) == (trainer.spec_rollout.total.full_reuse_rows > 0)
+
+
+@pytest.mark.parametrize(
+    "model", [dict(pad_is_eos=True), dict(more_eos=3), dict(extra_vocab=8)], ids=["pad-is-eos", "many-eos", "padded"]
+)
+def test_every_kind_of_end_token_and_vocabulary(tmp_path, model):
+    directory = build_tiny_model(tmp_path / "model", **model)
+    trainer = build(directory, settings(tmp_path / "out", num_train_epochs=4), trainer=CheckedGRPOTrainer)
+    trainer.train()
+    total = trainer.spec_rollout.total
+    assert total.reused_tokens > 0
+    assert bool(total.dropped_vocabulary) == ("extra_vocab" in model)
+
+
+def test_conversational_prompts(tiny_model, tmp_path):
+    prompts = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    trainer = build(tiny_model, settings(tmp_path), trainer=CheckedGRPOTrainer, prompts=prompts)
+    trainer.train()
+    assert trainer.spec_rollout.total.reused_tokens > 0
+
+
+def test_a_prompt_that_is_twice_in_the_data_set_keeps_all_its_samples(tiny_model, tmp_path):
+    args = settings(tmp_path, per_device_train_batch_size=16)
+    trainer = build(tiny_model, args, trainer=CheckedGRPOTrainer, prompts=[PROMPTS[0]] * 4)
+    trainer.train()
+    assert sorted(t.slot for t in trainer.spec_rollout.cache) == list(range(16))
+
+
+@pytest.mark.parametrize("cap", [6, 20])
+def test_a_changed_cap_cuts_or_continues_what_was_cached(tiny_model, tmp_path, cap):
+    first = build(tiny_model, settings(tmp_path / "first", num_train_epochs=1), trainer=CheckedGRPOTrainer)
+    first.train()
+    args = settings(
+        tmp_path / "second",
+        num_train_epochs=1,
+        max_completion_length=cap,
+        learning_rate=0.0,
+        spec_cache_dir=str(tmp_path / "first" / "spec_cache"),
+    )
+    second = build(tiny_model, args, trainer=CheckedGRPOTrainer)
+    second.spec_rollout.cache.rewind = lambda step: 0  # keep the trajectories of the first run
+    second.train()
+    total = second.spec_rollout.total
+    assert total.reused_tokens > 0
+    assert (total.full_reuse_rows > 0) or cap > 12
+
+
+def test_evaluation_neither_reads_nor_writes_the_cache(tiny_model, tmp_path):
+    args = settings(
+        tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, num_generations_eval=4
+    )
+    from datasets import Dataset
+
+    trainer = build(tiny_model, args, eval_dataset=Dataset.from_dict({"prompt": [*PROMPTS[:2], "9+9=?", "8-1=?"]}))
+    cache, calls = trainer.spec_rollout.cache, []
+    get_many, put_many = cache.get_many, cache.put_many
+    cache.get_many = lambda keys: calls.append(trainer.model.training) or get_many(keys)
+    cache.put_many = lambda rows: calls.append(trainer.model.training) or put_many(rows)
+    trainer.train()
+    assert history(trainer, "eval_reward")
+    assert len(calls) == 18 and all(calls)
+    assert len(cache) == len(PROMPTS) * 4
+    assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("eval_spec")]
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["plain", "reuse"])
+def test_resuming_equals_not_having_stopped(tiny_model, tmp_path, enabled):
+    def run(output_dir, resume=None, **changes):
+        # TRL's sampler deals shuffled prompts in another order after a resume: unshuffled, its resume is exact.
+        args = settings(
+            output_dir, save_strategy="steps", save_steps=4, shuffle_dataset=False, use_spec_rollout=enabled
+        )
+        trainer = build(tiny_model, args, **changes)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "parts", callbacks=[StopAt(4)])
+    resumed = run(tmp_path / "parts", resume=str(tmp_path / "parts" / "checkpoint-4"))
+    assert history(resumed, "reward") == history(whole, "reward")
+    if enabled:
+        name = "spec/reused_token_fraction"
+        assert history(resumed, name) == history(whole, name)
+        assert history(resumed, name)[-1] > 0
+
+
+def test_resuming_after_a_crash_forgets_what_is_newer_than_the_checkpoint(tiny_model, tmp_path, caplog):
+    args = settings(tmp_path, save_strategy="steps", save_steps=4)
+    build(tiny_model, args, callbacks=[StopAt(6)]).train()  # as if killed after step 6, with checkpoint 4 the last
+    with TrajectoryCache(tmp_path / "spec_cache") as cache:
+        assert cache.stats().newest_step == 6
+    resumed = build(tiny_model, args, trainer=CheckedGRPOTrainer)
+    seen = []
+    resumed.add_callback(_OnBegin(lambda: seen.append(resumed.spec_rollout.cache.stats().newest_step)))
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert seen == [4]
+    assert "newer than step 4" in caplog.text
+    assert resumed.state.global_step == 9
+
+
+class _OnBegin(TrainerCallback):
+    def __init__(self, action):
+        self.action = action
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.action()
+
+
+def test_a_new_run_in_the_directory_of_an_old_one_starts_afresh(tiny_model, tmp_path):
+    first = build(tiny_model, settings(tmp_path))
+    first.train()
+    second = build(tiny_model, settings(tmp_path))
+    second.train()
+    for name in ("reward", "spec/reused_token_fraction"):
+        assert history(second, name) == history(first, name)
+
+
+def test_switching_the_flag_on_and_off_in_the_middle_of_a_run(tiny_model, tmp_path):
+    common = dict(save_strategy="steps", save_steps=3)
+    build(tiny_model, settings(tmp_path, use_spec_rollout=False, **common), callbacks=[StopAt(3)]).train()
+    on = build(tiny_model, settings(tmp_path, **common), callbacks=[StopAt(6)], trainer=CheckedGRPOTrainer)
+    on.train(resume_from_checkpoint=True)
+    assert on.spec_rollout.total.reused_tokens == 0  # its first epoch
+    off = build(tiny_model, settings(tmp_path, use_spec_rollout=False, **common))
+    off.train(resume_from_checkpoint=True)
+    assert off.state.global_step == 9
+
+
+def test_another_sampling_setting_refuses_the_old_cache(tiny_model, tmp_path):
+    build(tiny_model, settings(tmp_path)).train()
+    with pytest.raises(FingerprintMismatch, match=r"sampling\.temperature: 1\.0 in the cache, 0\.5 now"):
+        build(tiny_model, settings(tmp_path, temperature=0.5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(use_vllm=True, vllm_mode="server"), "vllm_mode"),
+        (dict(spec_verifier="engine"), "spec_verifier"),
+        (dict(spec_verifier="engine", use_vllm=True, vllm_mode="colocate", temperature=0.5), "temperature"),
+        (dict(top_p=0.9), "top_p"),
+        (dict(top_k=20), "top_k"),
+        (dict(min_p=0.1), "min_p"),
+        (dict(repetition_penalty=1.1), "repetition_penalty"),
+        (dict(generation_kwargs={"no_repeat_ngram_size": 2}), "generation_kwargs"),
+        (dict(use_vllm=True, vllm_mode="colocate", vllm_structured_outputs_regex="[0-9]+"), "structured_outputs"),
+        (dict(use_transformers_continuous_batching=True), "continuous_batching"),
+    ],
+)
+def test_settings_that_cannot_be_done_right_are_refused_before_anything_is_built(tmp_path, changes, named):
+    with pytest.raises(UnsupportedSetting, match=named):
+        build_nothing(settings(tmp_path, **changes))
+    with pytest.raises(Exception) as error:  # without the flag they are TRL's business: it looks for the model
+        build_nothing(settings(tmp_path, use_spec_rollout=False, **changes))
+    assert not isinstance(error.value, UnsupportedSetting)
+
+
+def build_nothing(args):
+    SpecGRPOTrainer(model="/no/such/model", args=args, reward_funcs=reward_digits, train_dataset=[])
+
+
+def test_rollout_functions_are_refused(tiny_model, tmp_path):
+    with pytest.raises(UnsupportedSetting, match="rollout_func"):
+        build(tiny_model, settings(tmp_path), rollout_func=lambda prompts, trainer: {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(spec_refresh_rate=1.5), "refresh_rate"),
+        (dict(spec_carry_limit=0), "carry_limit"),
+        (dict(spec_rule="best"), "best"),
+        (dict(spec_verifier="oracle"), "spec_verifier"),
+        (dict(spec_cache_max_mib=0), "spec_cache_max_mib"),
+        (dict(spec_log_lenience=float("nan")), "log_lenience"),
+    ],
+)
+def test_settings_out_of_range_are_refused(tmp_path, changes, named):
+    with pytest.raises(ValueError, match=named):
+        settings(tmp_path, **changes)
+
+
+def test_a_single_epoch_is_warned_about(tiny_model, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        build(tiny_model, settings(tmp_path, num_train_epochs=1))
+    assert "cannot help here" in caplog.text
+
+
+def test_all_settings_are_command_line_flags():
+    (args,) = trl.TrlParser(SpecGRPOConfig).parse_args_and_config(
+        "--output_dir out --use_cpu true --bf16 false --use_spec_rollout true --spec_log_lenience 0.2 --spec_rule random --spec_carry_limit 3 "
+        "--spec_refresh_rate 0.25 --spec_verifier trainer --spec_cache_dir somewhere --spec_cache_max_mib 10 "
+        "--spec_guard false".split()
+    )
+    assert args.use_spec_rollout and not args.spec_guard
+    assert (args.spec_log_lenience, args.spec_rule, args.spec_carry_limit) == (0.2, "random", 3)
+    assert (args.cache_directory(), args.spec_cache_max_mib) == (Path("somewhere"), 10)
+
+
+def test_every_setting_has_help():
+    fields = SpecGRPOConfig.__dataclass_fields__.values()
+    ours = [field for field in fields if field.name.startswith(("spec_", "use_spec"))]
+    assert len(ours) == 9
+    assert all(field.metadata.get("help") for field in ours)
+
+
+@pytest.mark.parametrize("trainer", [trl.GRPOTrainer, trl.RLOOTrainer])
+def test_the_private_methods_of_trl_are_where_they_were_read(trainer):
+    """Fails when TRL moves what the adapter overrides: read the new source, then adapt and raise the version."""
+    expected = {
+        "_generate_single_turn": ["self", "prompt_ids", "images", "multimodal_fields"],
+        "_get_per_token_logps_and_entropies": ["self", "model", "input_ids", "attention_mask", "logits_to_keep"],
+        "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
+        "_generate_and_score_completions": ["self", "inputs"],
+    }
+    for name, parameters in expected.items():
+        method = inspect.unwrap(getattr(trainer, name))
+        assert list(inspect.signature(method).parameters)[: len(parameters)] == parameters, name
+    source = inspect.getsource(trainer._generate_and_score_completions)
+    order = [source.index(f"self.{call}(") for call in ("_generate", "_get_per_token_logps_and_entropies",
+                                                        "_calculate_rewards")]  # fmt: skip
+    assert order == sorted(order)

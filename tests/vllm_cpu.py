@@ -1,0 +1,27 @@
+"""What a CPU build of vLLM (0.29) needs before its results are right. For tests only; the product has none of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+def repair() -> None:
+    """Make TRL's colocated engine right on a CPU. Call before an engine is built; does nothing on a GPU."""
+    import trl.generation.vllm_generation as generation
+    import vllm._custom_ops as custom_ops
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or hasattr(generation.LLM, "__wrapped__"):
+        return
+    # Packed linear weights are made once, when the model is loaded: a later weight update leaves them stale.
+    custom_ops._supports_onednn = False
+    engine = generation.LLM
+
+    # TRL passes neither dtype nor eager mode: the engine would be bf16, six times slower here, and compile for minutes.
+    # A CPU engine refuses the sleep option, though its sleep and wake-up are there (and free nothing).
+    @functools.wraps(engine)
+    def cpu_engine(*args: Any, enable_sleep_mode: bool = False, **kwargs: Any) -> Any:
+        return engine(*args, dtype="float32", enforce_eager=True, **kwargs)
+
+    generation.LLM = cpu_engine
