@@ -114,6 +114,7 @@ class TrajectoryCache:
         self.directory = Path(directory)
         self.path = self.directory / FILE_NAME
         self.fingerprint = fingerprint
+        self._as_it_is = fingerprint is None  # nothing is made, and nothing is put in the place of what is damaged
         self.max_mib = max_mib
         self.corrupt = 0
         self._connection: sqlite3.Connection | None = None
@@ -321,7 +322,7 @@ class TrajectoryCache:
                 except sqlite3.DatabaseError as error:
                     if not _is_damage(error):
                         raise
-                    if self.fingerprint is None:
+                    if self._as_it_is:
                         raise CacheError(f"{self.path} is damaged, or no trajectory cache: {error}") from error
                     self._set_aside(error)
                     self._connection = self._open()
@@ -360,7 +361,7 @@ class TrajectoryCache:
         try:
             return self._commit(change)
         except sqlite3.DatabaseError as error:
-            if not _is_damage(error):
+            if self._as_it_is or not _is_damage(error):
                 raise
             with self._alone():
                 if self._opened == self._identity():  # no other process has replaced it meanwhile

@@ -7,7 +7,6 @@ import math
 import sqlite3
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     add("stats", _stats, "what a cache holds, and for which settings")
     show = add("show", _show, "list trajectories, latest used first")
     show.add_argument(
-        "--prompt", metavar="HEX", type=_hex, help="only those of the prompt whose key begins so, with ids"
+        "--prompt", metavar="HEX", type=_hex, help="only those of the prompt whose key begins with HEX, and their ids"
     )
     show.add_argument("--limit", metavar="N", type=_count, default=20, help="at most so many (default: %(default)s)")
     add("verify", _verify, "check every trajectory; the exit code is 1 if one does not check out")
@@ -82,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _stats(args: argparse.Namespace) -> int:
-    with closing(TrajectoryCache(args.dir)) as cache:
+    with TrajectoryCache(args.dir) as cache:
         stats, fingerprint = cache.stats(), cache.fingerprint
     assert fingerprint is not None  # an existing cache has one
     lines = {
@@ -101,7 +100,7 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    with closing(TrajectoryCache(args.dir)) as cache:
+    with TrajectoryCache(args.dir) as cache:
         # Iterating, unlike a look-up, leaves alone when a trajectory was last used.
         if args.prompt is None:
             shown = list(islice(cache, args.limit))
@@ -127,14 +126,14 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    with closing(TrajectoryCache(args.dir)) as cache:
+    with TrajectoryCache(args.dir) as cache:
         rows, damaged = cache.verify()
     print(f"{rows} rows, {damaged or 'none'} of them damaged")
     return 1 if damaged else 0
 
 
 def _prune(args: argparse.Namespace) -> int:
-    with closing(TrajectoryCache(args.dir)) as cache:
+    with TrajectoryCache(args.dir) as cache:
         forgotten = 0 if args.after_step is None else cache.rewind(args.after_step)
         # Without a limit it only shrinks the file.
         forgotten += cache.prune(math.inf if args.max_mib is None else args.max_mib)

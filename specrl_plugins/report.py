@@ -257,17 +257,16 @@ def _side_by_side(plain: list[str], reuse: list[str]) -> list[str]:
 def _draw_rewards(axes: Any, series: list[tuple[str, str, list[dict[str, Any]]]]) -> None:
     for label, colour, run in series:
         _curve(axes, run, [record["reward"] for record in run], label, colour)
-    axes.set(title="Reward", xlabel=_STEP_LABEL, ylabel="mean reward")
+    axes.set(title="Reward", xlabel=_STEP_LABEL, ylabel="mean reward", xlim=(0, None))
 
 
 def _draw_tokens(axes: Any, series: list[tuple[str, str, list[dict[str, Any]]]]) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    width = 0.8 / len(series)
+    series = [(label, colour, run) for label, colour, run in series if _summary(run)["generated"] is not None]
+    width = 0.8 / max(1, len(series))
     for place, (label, colour, run) in enumerate(series):
         epochs = {epoch: summary for epoch, summary in _by_epoch(run).items() if summary["generated"] is not None}
-        if not epochs:
-            continue
         x = [epoch + width * (place - (len(series) - 1) / 2) for epoch in epochs]
         generated = np.array([summary["generated"] for summary in epochs.values()])
         axes.bar(x, generated, width * 0.92, color=colour, label=label)
@@ -284,8 +283,9 @@ def _draw_tokens(axes: Any, series: list[tuple[str, str, list[dict[str, Any]]]])
                 hatch="////",
                 label="reused, not generated",
             )
-    axes.set(title="Tokens generated", xlabel="epoch", ylabel="tokens per epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.use_sticky_edges = False
+    axes.set(title="Tokens generated", xlabel="epoch", ylabel="tokens per epoch", ylim=(0, None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
 
 
@@ -296,7 +296,7 @@ def _draw_reuse(axes: Any, run: list[dict[str, Any]]) -> None:
     drafted = list(dropwhile(lambda record: record["accept_rate"] is None, run))
     _curve(axes, drafted, [_divide(r["reused"], r["tokens"]) for r in drafted], "of all tokens", _REUSE)
     _curve(axes, drafted, [r["accept_rate"] for r in drafted], "of draft tokens (accept rate)", _ACCEPT)
-    axes.set(title="Tokens reused", xlabel=_STEP_LABEL, ylabel="share of tokens", ylim=(0, 1.02))
+    axes.set(title="Tokens reused", xlabel=_STEP_LABEL, ylabel="share of tokens", xlim=(0, None), ylim=(0, 1.02))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
 
 
@@ -311,5 +311,11 @@ def _curve(axes: Any, run: list[dict[str, Any]], values: list[float | None], lab
     ends = np.arange(1, len(y) + 1)
     starts = np.maximum(ends - window, 0)
     axes.plot(x, y, color=colour, alpha=0.3, linewidth=0.8)
-    axes.plot(x, (sums[ends] - sums[starts]) / (ends - starts), color=colour, linewidth=1.8, label=label)
-    axes.set_xlim(left=0)
+    axes.plot(
+        x,
+        (sums[ends] - sums[starts]) / (ends - starts),
+        color=colour,
+        linewidth=1.8,
+        label=label,
+        marker="o" if len(y) == 1 else "",
+    )

@@ -176,7 +176,8 @@ class SpeculativeRollout:
         with _timed(counts, "store_s"):
             trajectories = []
             for row, response in enumerate(rollout.responses):
-                p = response.logprobs if logprobs is None or logprobs[row] is None else logprobs[row]
+                given = None if logprobs is None else logprobs[row]
+                p = response.logprobs if given is None else given
                 if not np.isfinite(p).all():
                     counts.unstored_rows += 1
                     continue

@@ -227,7 +227,7 @@ def test_chart_is_drawn(tmp_path, variant):
     report.draw(run, baseline, tmp_path / "chart.png")
     image = imread(tmp_path / "chart.png")
     assert image.shape[:2] == (600, 1800)
-    panels = [image[:, left : left + 600, :3] for left in (0, 600, 1200)]
+    panels = [image[:, left : left + 480, :3] for left in (60, 660, 1260)]
     assert all((panel < 0.5).any() for panel in panels)
     coloured = [bool((panel.max(2) - panel.min(2) > 0.3).any()) for panel in panels]
     assert coloured == ([False] * 3 if variant.startswith("plain") else [True, True, variant != "one step"])

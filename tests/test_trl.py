@@ -176,9 +176,7 @@ def test_a_changed_cap_cuts_or_continues_what_was_cached(tiny_model, tmp_path, c
 
 
 def test_evaluation_neither_reads_nor_writes_the_cache(tiny_model, tmp_path):
-    args = settings(
-        tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, num_generations_eval=4
-    )
+    args = settings(tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, num_generations_eval=4)
     from datasets import Dataset
 
     trainer = build(tiny_model, args, eval_dataset=Dataset.from_dict({"prompt": [*PROMPTS[:2], "9+9=?", "8-1=?"]}))

@@ -95,7 +95,7 @@ def recorded_generate(
     def bounded(*args: Any, generation_config: Any, **kwargs: Any) -> Any:
         generation_config = copy.copy(generation_config)
         generation_config.max_new_tokens = max(budgets)
-        return generate(
+        return generate(  # type: ignore[operator]
             *args,
             generation_config=generation_config,
             logits_processor=[_Scores(recorder)],

@@ -74,12 +74,11 @@ class SpecRolloutMixin:
         self._rollout: Rollout | None = None  # from `_generate_single_turn` until it is stored
         self._scored: list[NDArray] | None = None  # its log-probs by the trainer's forward, once TRL asked for them
         self._rewards: list[float] | None = None
-        enabled = getattr(config, "use_spec_rollout", False)
-        if enabled:
-            check_config(config)
-        super().__init__(*args, **kwargs)
-        if not enabled:
+        if not isinstance(config, SpecRolloutArguments) or not config.use_spec_rollout:
+            super().__init__(*args, **kwargs)
             return
+        check_config(config)
+        super().__init__(*args, **kwargs)
         check_trainer(self)
         warn_if_useless(self)
         fingerprint = self._fingerprint()

@@ -1,0 +1,118 @@
+"""vLLM as the engine of a rollout, against a plain forward."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from specrl_plugins import ReusePolicy, SpeculativeRollout, TrajectoryCache
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [[5, 6, 7], [8], [5, 6, 7, 9, 10, 11, 12]]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model):
+    import vllm_cpu
+    from vllm import LLM
+
+    vllm_cpu.repair()
+    return LLM(
+        model=tiny_model,
+        max_model_len=64,
+        gpu_memory_utilization=0.2,
+        enforce_eager=True,
+        dtype="float32",
+        logprobs_mode="processed_logprobs",
+    )
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model)
+
+
+def engine(llm, **changes):
+    from vllm import SamplingParams
+
+    from specrl_plugins.vllm import VLLMEngine
+
+    return VLLMEngine(llm, SamplingParams(**(dict(max_tokens=16, temperature=1.0, logprobs=0) | changes)))
+
+
+def plain(policy, prompt, tokens, temperature=1.0):
+    import torch
+
+    with torch.no_grad():
+        logits = policy(torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(np.asarray(tokens, np.int64))[:, None])[:, 0].numpy()
+
+
+def test_scores_are_those_of_a_plain_forward(llm, policy):
+    rng = np.random.default_rng(0)
+    drafts = [rng.integers(0, 48, n).astype(np.int32) for n in (1, 20, 7)]
+    for scored, prompt, draft in zip(engine(llm).score(PROMPTS, drafts), PROMPTS, drafts, strict=True):
+        np.testing.assert_allclose(scored, plain(policy, prompt, draft), atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_each_row_stops_at_its_budget_with_the_log_probs_of_what_was_sampled(llm, policy, temperature):
+    budgets = [1, 12, 5]
+    made = engine(llm, temperature=temperature).generate(PROMPTS, budgets)
+    for continuation, prompt, budget in zip(made, PROMPTS, budgets, strict=True):
+        assert 1 <= len(continuation.tokens) <= budget
+        assert continuation.finish_reason == "stop" or len(continuation.tokens) == budget
+        expected = plain(policy, prompt, continuation.tokens, temperature)
+        np.testing.assert_allclose(continuation.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(temperature=0.7), dict(top_p=0.9), dict(top_k=5), dict(min_p=0.1), dict(repetition_penalty=1.2)],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_scoring_is_refused_where_another_distribution_is_sampled(llm, changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        engine(llm, **changes).score([[5]], [np.array([6], np.int32)])
+
+
+def test_a_rollout_continues_from_the_prefix_that_scoring_left_in_the_kv_cache(llm, policy, tmp_path, fingerprint):
+    prompts = [[5 + i % 3, 6, 7] for i in range(24)]
+    with TrajectoryCache(tmp_path, fingerprint) as cache:
+        core = SpeculativeRollout(cache, ReusePolicy(rule="random"), vocab_size=48)
+        core.store(core.run(engine(llm), prompts, cap=20, step=1))
+        rollout = core.run(engine(llm), prompts, cap=20, step=2)
+    assert rollout.counts.reused_tokens and rollout.counts.generated_tokens
+    for response in rollout.responses:
+        np.testing.assert_allclose(response.logprobs, plain(policy, response.prompt, response.tokens), atol=1e-4)
+
+
+def test_a_prefix_cache_that_cannot_be_reset_is_an_error(llm):
+    from specrl_plugins.vllm import InterceptedLLM
+
+    intercepted = InterceptedLLM(llm)
+    assert intercepted.reset_prefix_cache()
+    llm.enqueue([{"prompt_token_ids": list(range(5, 45))}], sampling_params=engine(llm).sampling_params)
+    llm.llm_engine.step()  # its blocks are in use now
+    with pytest.raises(RuntimeError, match="prefix cache"):
+        intercepted.reset_prefix_cache()
+    llm.wait_for_completion(use_tqdm=False)
+    assert intercepted.reset_prefix_cache()
+
+
+def test_the_stand_in_passes_everything_else_through(llm):
+    from specrl_plugins.vllm import InterceptedLLM
+
+    intercepted = InterceptedLLM(llm)
+    assert intercepted.llm_engine is llm.llm_engine
+    outputs = intercepted.generate(
+        [{"prompt_token_ids": [5, 6]}], sampling_params=engine(llm).sampling_params, use_tqdm=False
+    )
+    assert len(outputs[0].outputs[0].token_ids) > 0
+    with pytest.raises(RuntimeError, match=r"without calling LLM\.generate"):
+        intercepted.run_instead(lambda engine: None, lambda: None)
