@@ -316,11 +316,13 @@ def test_a_single_epoch_is_warned_about(tiny_model, tmp_path, caplog):
 
 
 def test_all_settings_are_command_line_flags():
-    (args,) = trl.TrlParser(SpecGRPOConfig).parse_args_and_config(
-        "--output_dir out --use_cpu true --bf16 false --use_spec_rollout true --spec_log_lenience 0.2 --spec_rule random --spec_carry_limit 3 "
-        "--spec_refresh_rate 0.25 --spec_verifier trainer --spec_cache_dir somewhere --spec_cache_max_mib 10 "
-        "--spec_guard false".split()
-    )
+    flags = dict(
+        output_dir="out", use_cpu="true", bf16="false", use_spec_rollout="true", spec_log_lenience="0.2",
+        spec_rule="random", spec_carry_limit="3", spec_refresh_rate="0.25", spec_verifier="trainer",
+        spec_cache_dir="somewhere", spec_cache_max_mib="10", spec_guard="false",
+    )  # fmt: skip
+    line = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    (args,) = trl.TrlParser(SpecGRPOConfig).parse_args_and_config(line)
     assert args.use_spec_rollout and not args.spec_guard
     assert (args.spec_log_lenience, args.spec_rule, args.spec_carry_limit) == (0.2, "random", 3)
     assert (args.cache_directory(), args.spec_cache_max_mib) == (Path("somewhere"), 10)

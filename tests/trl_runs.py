@@ -89,7 +89,7 @@ class Checked:
             assert 0 < len(ids) <= self.max_completion_length
             assert not eos & set(ids[:-1])
             assert (ids[-1] in eos) == (stored.finish_reason == "stop")
-            room = (self.args.use_vllm and self.args.vllm_max_model_length or 10**6) - len(prompt)
+            room = ((self.args.use_vllm and self.args.vllm_max_model_length) or 10**6) - len(prompt)
             assert stored.finish_reason == "stop" or len(ids) == min(self.max_completion_length, room)
             with torch.no_grad():
                 logits = self.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]

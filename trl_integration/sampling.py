@@ -17,8 +17,8 @@ from specrl_plugins import Continuation
 class SampleRecorder:
     """Notes what `generate` samples, and stops each row at its budget.
 
-    It sees the scores of a step as a logits processor, and the token drawn from them as a stopping criterion. It changes
-    neither the scores nor the random numbers, so the same tokens come out as without it.
+    It sees the scores of a step as a logits processor, and the token drawn from them as a stopping criterion. It
+    changes neither the scores nor the random numbers, so the same tokens come out as without it.
 
     Args:
         budgets (`Sequence[int]` of length `batch`): most tokens to sample for each row.

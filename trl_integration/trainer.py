@@ -3,8 +3,8 @@
 Four of TRL's private methods are overridden, all of them here, as read in TRL 1.16.0; each override calls the original:
 
 - `_generate_single_turn`: token ids of prompts in, completions out. The rollout.
-- `_get_per_token_logps_and_entropies`: the trainer's forward. It verifies drafts; and in the pass for the old log-probs,
-  rows that verification has already scored are handed back.
+- `_get_per_token_logps_and_entropies`: the trainer's forward. It verifies drafts; and in the pass for the old
+  log-probs, rows that verification has already scored are handed back.
 - `_calculate_rewards`: read, to store a reward with its trajectory.
 - `_generate_and_score_completions`: encloses these; a rollout is stored when it returns.
 """

@@ -1,0 +1,97 @@
+"""Counts and the metrics made of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from specrl_plugins import RolloutCounts
+
+BATCH = RolloutCounts(
+    rows=10,
+    completion_tokens=200,
+    generated_tokens=150,
+    reused_tokens=50,
+    draft_rows=8,
+    verified_rows=5,
+    drafted_tokens=100,
+    reuse_rows=4,
+    full_reuse_rows=1,
+    log_ratio_sum=-5.0,
+    age_sum=75,
+    reuse_reward_sum=3.0,
+    reuse_rewards=4,
+    fresh_reward_sum=1.0,
+    fresh_rewards=5,
+    refreshed_rows=2,
+    outlived_rows=1,
+    dropped_vocabulary=1,
+    dropped_length=2,
+    dropped_nonfinite=3,
+    unstored_rows=1,
+    lookup_s=0.1,
+    verify_s=0.4,
+    generate_s=2.0,
+    store_s=0.2,
+    spared_s=0.3,
+)
+
+
+def test_ratios_have_the_denominators_that_they_name():
+    metrics = BATCH.metrics()
+    expected = {
+        "reused_token_fraction": 0.25,
+        "draft_hit_rate": 0.8,
+        "draft_accept_rate": 0.5,
+        "full_reuse_rate": 0.1,
+        "fresh_row_rate": 0.6,
+        "prefix_length_mean": 10.0,
+        "generated_tokens": 150,
+        "reused_tokens": 50,
+        "log_ratio_mean": -0.1,
+        "draft_age_mean": 1.5,
+        "reward_gap": 0.75 - 0.2,
+        "refresh_rate": 0.2,
+        "outlived_rate": 0.1,
+        "paused_rate": 0.0,
+        "dropped_drafts": 6,
+        "unstored_rows": 1,
+        "time/lookup_s": 0.1,
+        "time/verify_s": 0.4,
+        "time/generate_s": 2.0,
+        "time/store_s": 0.2,
+        "time/spared_s": 0.3,
+    }
+    assert {name.removeprefix("spec/") for name in metrics} == set(expected)
+    for name, value in expected.items():
+        assert metrics[f"spec/{name}"] == pytest.approx(value), name
+
+
+def test_every_metric_is_documented():
+    table = RolloutCounts.metrics.__doc__
+    documented = set(re.findall(r"`(?:spec/)?(?:time/)?([a-z_]+)`", table))
+    assert {name.split("/")[-1] for name in BATCH.metrics()} == documented
+
+
+def test_counts_add_up_before_ratios_are_taken():
+    """A mean of ratios would give 0.375."""
+    small = RolloutCounts(rows=1, completion_tokens=10, reused_tokens=5)
+    both = BATCH + small
+    assert both.metrics()["spec/reused_token_fraction"] == pytest.approx(55 / 210)
+    for f in fields(RolloutCounts):
+        assert getattr(both, f.name) == getattr(BATCH, f.name) + getattr(small, f.name)
+    assert sum([BATCH, small], RolloutCounts()) == both
+
+
+def test_ratio_without_denominator_is_left_out():
+    metrics = RolloutCounts(rows=4, completion_tokens=40, generated_tokens=40).metrics()
+    for name in ("draft_accept_rate", "prefix_length_mean", "log_ratio_mean", "draft_age_mean", "reward_gap"):
+        assert f"spec/{name}" not in metrics
+    assert metrics["spec/reused_token_fraction"] == 0 and metrics["spec/fresh_row_rate"] == 1
+    assert "spec/draft_hit_rate" not in RolloutCounts().metrics()
+
+
+def test_seconds_are_net_of_what_the_trainer_was_spared():
+    assert BATCH.seconds == pytest.approx(0.1 + 0.4 + 2.0 + 0.2 - 0.3)
