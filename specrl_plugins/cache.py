@@ -170,24 +170,31 @@ class TrajectoryCache:
             if self.max_mib is not None:
                 self._evict(db, self.max_mib)
 
-        try:
-            self._write(put)
-        except (sqlite3.DatabaseError, CacheError) as error:
-            raise CacheWriteError(f"trajectories were not stored in {self.path}: {error}") from error
+        self._write(put)
 
     def rewind(self, step: int) -> int:
-        """Forget everything newer than optimizer step `step`; returns how many rows that were."""
+        """Forget everything newer than optimizer step `step`; returns how many rows that were.
+
+        Raises:
+            CacheWriteError: the disk is full or failing; what was to be forgotten is still there.
+        """
         return self._write(lambda db: self._delete(db, "step > ?", (step,)))
 
     def prune(self, max_mib: float) -> int:
         """Forget the least recently used rows until the cache is at most `max_mib` MiB, and shrink the file.
 
         Returns how many rows were forgotten.
+
+        Raises:
+            CacheWriteError: the disk is full: forgetting takes some room too, before it makes any.
         """
         forgotten = self._write(lambda db: self._evict(db, max_mib))
         db = self._connect()
-        db.execute("VACUUM")
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        try:
+            db.execute("VACUUM")
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        except sqlite3.DatabaseError as error:
+            raise CacheWriteError(f"{self.path} was not shrunk: {error}") from error
         return forgotten
 
     def verify(self) -> tuple[int, int]:
@@ -359,14 +366,17 @@ class TrajectoryCache:
     def _write(self, change: Callable[[sqlite3.Connection], T]) -> T:
         """Commit what `change` does, all of it or nothing. A file that turns out to be damaged is replaced first."""
         try:
+            try:
+                return self._commit(change)
+            except sqlite3.DatabaseError as error:
+                if self._as_it_is or not _is_damage(error):
+                    raise
+                with self._alone():
+                    if self._opened == self._identity():  # no other process has replaced it meanwhile
+                        self._set_aside(error)
             return self._commit(change)
-        except sqlite3.DatabaseError as error:
-            if self._as_it_is or not _is_damage(error):
-                raise
-            with self._alone():
-                if self._opened == self._identity():  # no other process has replaced it meanwhile
-                    self._set_aside(error)
-        return self._commit(change)
+        except (sqlite3.DatabaseError, CacheError, OSError) as error:
+            raise CacheWriteError(f"nothing was written to {self.path}: {error}") from error
 
     def _commit(self, change: Callable[[sqlite3.Connection], T]) -> T:
         db = self._connect()
@@ -392,6 +402,9 @@ class TrajectoryCache:
                 elif sorted(present) != sorted(_SCHEMA.items()):
                     raise sqlite3.DatabaseError("its tables are not those of a trajectory cache")
                 self._check_fingerprint(db)
+        except UnicodeDecodeError as error:  # SQLite complains of the damage and quotes it
+            db.close()
+            raise sqlite3.DatabaseError(f"its tables cannot be read: {error}") from error
         except BaseException:
             db.close()
             raise
@@ -450,8 +463,8 @@ class TrajectoryCache:
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
     """Whether the file itself is broken, as against locked, read-only or out of space."""
     code = getattr(error, "sqlite_errorcode", None)
-    if code is None:  # raised by this module, or by the sqlite3 module itself for what it cannot decode
-        return type(error) is sqlite3.DatabaseError
+    if code is None:  # raised by this module, or by the sqlite3 module itself for text that is not UTF-8
+        return type(error) in (sqlite3.DatabaseError, sqlite3.OperationalError)
     return code & 0xFF in _DAMAGE
 
 

@@ -72,8 +72,8 @@ def decode(row: Row) -> Trajectory:
     try:
         if _checksum(row[:-1]) != row.checksum:
             raise CorruptRow("its checksum does not match")
-        if not 0 < row.length <= MAX_TOKENS:
-            raise CorruptRow(f"{row.length} tokens")
+        if not 0 < row.length <= MAX_TOKENS or row.finish < 0:
+            raise CorruptRow(f"{row.length} tokens, finish {row.finish}")
         return Trajectory(
             prompt=row.prompt,
             slot=row.slot,

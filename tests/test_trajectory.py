@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from conftest import make_trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl_plugins import prompt_key
+from specrl_plugins import Trajectory, prompt_key
 from specrl_plugins.trajectory import assign_slots
 
 
@@ -43,9 +44,6 @@ def test_slots_of_a_prompt_count_its_rows(prompts):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(prompt=b"short"), "16 bytes"),
-        (dict(slot=-1), "slot"),
-        (dict(step=-1), "step"),
         (dict(finish_reason="eos"), "finish reason 'eos'"),
         (dict(cap=7), "1 to 7 tokens"),
         (dict(tokens=np.empty(0, np.int32)), "not 0"),
@@ -67,3 +65,13 @@ def test_what_no_response_can_be_is_refused(change, words):
 def test_edges_of_what_a_response_can_be():
     make_trajectory(length=8, cap=8, slot=0, step=0, reward=None)
     make_trajectory(length=1, logprobs=np.full(1, 1e-4, np.float32), reward=-float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"), [("prompt", b"short", "16 bytes"), ("slot", -1, "slot"), ("step", -1, "step")]
+)
+def test_key_that_no_response_can_have_is_refused(name, value, words):
+    good = make_trajectory()
+    content = {f.name: getattr(good, f.name) for f in fields(Trajectory)}
+    with pytest.raises(ValueError, match=words):
+        Trajectory(**(content | {name: value}))

@@ -13,6 +13,7 @@ pytest.importorskip("trl")
 
 import trl
 from conftest import build_tiny_model
+from datasets import Dataset
 from transformers import TrainerCallback
 from trl_runs import (
     PROMPTS,
@@ -177,8 +178,6 @@ def test_a_changed_cap_cuts_or_continues_what_was_cached(tiny_model, tmp_path, c
 
 def test_evaluation_neither_reads_nor_writes_the_cache(tiny_model, tmp_path):
     args = settings(tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, num_generations_eval=4)
-    from datasets import Dataset
-
     trainer = build(tiny_model, args, eval_dataset=Dataset.from_dict({"prompt": [*PROMPTS[:2], "9+9=?", "8-1=?"]}))
     cache, calls = trainer.spec_rollout.cache, []
     get_many, put_many = cache.get_many, cache.put_many
@@ -189,6 +188,27 @@ def test_evaluation_neither_reads_nor_writes_the_cache(tiny_model, tmp_path):
     assert len(calls) == 18 and all(calls)
     assert len(cache) == len(PROMPTS) * 4
     assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("eval_spec")]
+
+
+def test_an_interrupted_step_leaves_nothing_behind(tiny_model, tmp_path):
+    calls = []
+
+    def reward(completions, **kwargs):
+        calls.append(trainer.model.training)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return reward_digits(completions)
+
+    args = settings(tmp_path, per_device_eval_batch_size=8, num_generations_eval=4)
+    dataset = Dataset.from_dict({"prompt": ["9+9=?", "8-1=?"]})
+    trainer = build(tiny_model, args, trainer=CheckedGRPOTrainer, reward_funcs=reward, eval_dataset=dataset)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    rows = len(trainer.spec_rollout.cache)
+    trainer.evaluate()
+    assert len(trainer.spec_rollout.cache) == rows
+    trainer.train()
+    assert trainer.state.global_step == 9
 
 
 @pytest.mark.parametrize("enabled", [False, True], ids=["plain", "reuse"])
@@ -274,6 +294,7 @@ def test_another_sampling_setting_refuses_the_old_cache(tiny_model, tmp_path):
         (dict(generation_kwargs={"no_repeat_ngram_size": 2}), "generation_kwargs"),
         (dict(use_vllm=True, vllm_mode="colocate", vllm_structured_outputs_regex="[0-9]+"), "structured_outputs"),
         (dict(use_transformers_continuous_batching=True), "continuous_batching"),
+        (dict(max_completion_length=None), "max_completion_length"),
     ],
 )
 def test_settings_that_cannot_be_done_right_are_refused_before_anything_is_built(tmp_path, changes, named):

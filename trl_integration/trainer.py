@@ -116,6 +116,7 @@ class SpecRolloutMixin:
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict, *args: Any, **kwargs: Any
     ) -> Any:
         single_turn = super()._generate_single_turn
+        self._rollout = self._scored = self._rewards = None  # an interrupted step may have left its own
         if self.spec_rollout is None or not self.model.training:
             return single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
         if multimodal_fields and not self.use_vllm:
@@ -123,7 +124,6 @@ class SpecRolloutMixin:
                 f"`use_spec_rollout=True` does not work with a tokenizer that returns {', '.join(multimodal_fields)}: "
                 "these would have to be made up for reused tokens."
             )
-        self._rollout = self._scored = self._rewards = None  # an interrupted step may have left its own
         self._rollout = self._roll_out(
             prompt_ids, lambda contexts: single_turn(contexts, images, multimodal_fields, *args, **kwargs)
         )
