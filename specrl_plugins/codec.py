@@ -45,14 +45,15 @@ class Row(NamedTuple):
 
 def encode(trajectory: Trajectory) -> Row:
     """Columns of a trajectory, with the checksum over all of them."""
+    # SQLite would take a NumPy scalar for a blob.
     columns = (
         FORMAT,
         trajectory.prompt,
-        trajectory.slot,
-        trajectory.step,
+        int(trajectory.slot),
+        int(trajectory.step),
         FINISH_REASONS.index(trajectory.finish_reason),
-        trajectory.cap,
-        trajectory.reward,
+        int(trajectory.cap),
+        None if trajectory.reward is None else float(trajectory.reward),
         len(trajectory.tokens),
         _pack(trajectory.tokens, "<i4"),
         _pack(trajectory.logprobs, "<f4"),

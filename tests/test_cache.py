@@ -122,15 +122,38 @@ def test_newest_step_wins_whatever_the_order(cache):
 
 
 def test_batch_is_stored_whole_or_not_at_all(cache):
+    """SQLite asks every 20 instructions whether to stop; the answer is yes in the middle of the batch."""
     cache.put_many(rows_of(3))
-    # SQLite asks it every 20 instructions whether to stop: somewhere in the middle of the batch, it does.
     cache._connect().set_progress_handler(iter([0] * 60 + [1] * 10**6).__next__, 20)
     with pytest.raises(CacheWriteError, match="interrupted"):
         cache.put_many(rows_of(60, step=2))
     cache._connect().set_progress_handler(None, 0)
-    assert [t.step for t in cache] == [1, 1, 1]
+    assert [t.step for t in cache] == [1, 1, 1] and cache.verify() == (3, 0)
     cache.put_many(rows_of(60, step=2))
     assert {t.step for t in cache} == {2} and len(cache) == 60
+
+
+def test_keyboard_interrupt_undoes_its_batch(tmp_path):
+    class Interrupted(TrajectoryCache):
+        def _put(self, db, row):
+            super()._put(db, row)
+            if row.prompt == prompt_key((5,)):
+                raise KeyboardInterrupt
+
+    with Interrupted(tmp_path, SETTINGS) as cache:
+        cache.put_many(rows_of(3))
+        with pytest.raises(KeyboardInterrupt):
+            cache.put_many(rows_of(10, step=2))
+        assert [t.step for t in cache] == [1, 1, 1] and cache.verify() == (3, 0)
+        cache.put_many(rows_of(4, step=2))
+        assert [t.step for t in cache] == [2] * 4
+
+
+def test_numpy_scalars_are_numbers(cache):
+    cache.put_many([make_trajectory(slot=np.int64(0), step=np.int64(1), cap=np.int32(16), reward=np.float32(0.5))])
+    assert same(get(cache), make_trajectory())
+    cache.put_many([make_trajectory(step=2)])
+    assert get(cache).step == 2
 
 
 def test_rewind_forgets_what_is_newer(cache):
@@ -455,7 +478,7 @@ FOREIGN = {
     "trigger named like a table": lambda path: our_schema_but(
         path,
         "CREATE TRIGGER entries AFTER INSERT ON payloads BEGIN DELETE FROM meta; END",
-        "UPDATE sqlite_master SET rowid = -rowid WHERE type = 'trigger'",
+        "UPDATE sqlite_master SET rowid = rowid + 100 WHERE tbl_name = 'entries'",
     ),
     "one table more": lambda path: our_schema_but(path, "CREATE TABLE more (a)"),
     "one index less": lambda path: our_schema_but(path, "DROP INDEX entries_step"),
