@@ -64,7 +64,8 @@ def train(options: argparse.Namespace, settings: list[str]) -> None:
 
     defaults = dict(
         output_dir=options.output / options.single, use_vllm="true", vllm_mode="colocate", logging_steps=1,
-        per_device_train_batch_size=1024, num_generations=8, max_completion_length=256, num_train_epochs=10,
+        per_device_train_batch_size=128, gradient_accumulation_steps=8, num_generations=8, num_train_epochs=10,
+        max_completion_length=128,
         learning_rate=1e-5, lr_scheduler_type="constant", gradient_checkpointing="false", save_strategy="no",
         report_to="none", disable_tqdm="true", vllm_gpu_memory_utilization=0.3,
     )  # fmt: skip
@@ -117,7 +118,7 @@ def _plain_meter(trainer: Any) -> Any:
     """Logs tokens and seconds of a plain run's rollouts: the call of vLLM alone, as `spec/time/generate_s` counts."""
     from transformers import TrainerCallback
 
-    llm, rows = trainer.vllm_generation.llm, trainer.args.per_device_train_batch_size
+    llm, rows = trainer.vllm_generation.llm, trainer.args.generation_batch_size
     generate, seconds = llm.generate, 0.0
 
     def timed(*args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ FILE_NAME = "trajectories.sqlite"
 LOCK_NAME = "opening.lock"
 _BUSY_SECONDS = 60
 _MIB = 1 << 20
+_LOG_BYTES = 64 * _MIB
 # Share of the rows that one pass of eviction forgets.
 _EVICTED_SHARE = 0.05
 
@@ -392,6 +393,8 @@ class TrajectoryCache:
             db.execute("PRAGMA journal_mode = WAL")
             # A commit survives the death of the process; a power cut may lose the last ones, never the file.
             db.execute("PRAGMA synchronous = NORMAL")
+            # The log keeps the size of its largest transaction otherwise.
+            db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
             with self._transaction(db):
                 # Pairs, since a trigger may have the name of a table.
                 present = db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()

@@ -18,7 +18,7 @@ from specrl_plugins.trajectory import FINISH_REASONS, FinishReason, Trajectory
 
 FORMAT = 1
 # Bounds what a row may claim, so that a hostile length cannot exhaust memory.
-MAX_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 20
 _LEVEL = 3
 
 

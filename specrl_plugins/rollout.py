@@ -124,7 +124,7 @@ class SpeculativeRollout:
             step (`int`):
                 Number, from 1, of the optimizer step that the rollout is for.
             pause_at (`int`, *optional*):
-                Length at which responses halt for `keep`; those that end before are not asked about.
+                Length, at least 1, at which responses halt for `keep`; those that end before are not asked about.
             keep (callable, *optional*):
                 Says of each halted response whether it goes on; one that does not is finished as `pruned`.
 

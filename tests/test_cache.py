@@ -350,6 +350,16 @@ def test_forked_child_reads_and_writes(cache):
     assert len(cache) == 8 and cache.verify() == (8, 0)
 
 
+def test_child_inherits_no_connection(cache):
+    """SQLite allows a child nothing with an inherited connection, not even to close it."""
+    cache.put_many(rows_of(1))
+
+    def body(i):
+        assert cache._connection is None
+
+    assert in_children(1, body) == [0] and len(cache) == 1
+
+
 def test_child_keeps_what_it_writes_after_its_parent_closed(cache):
     """A child that inherits an open connection believes to hold its parent's locks. A parent that closes then takes
     itself for the last one, and deletes the log that the child goes on writing to."""
