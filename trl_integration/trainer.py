@@ -37,7 +37,7 @@ from trl_integration.config import SpecRolloutArguments
 from trl_integration.sampling import recorded_generate
 
 if TYPE_CHECKING:
-    from specrl_plugins.vllm import InterceptedLLM, VLLMEngine
+    from specrl_plugins.vllm import InterceptedLLM
 
 
 class _TrainerEngine:
@@ -153,26 +153,14 @@ class SpecRolloutMixin:
         if self.args.spec_verifier == "engine":  # verify and continue while the engine is awake
             return llm.run_instead(lambda engine: core.run(engine, prompts, cap, step), lambda: single_turn(prompts))
 
-        outside = 0.0  # seconds of the call in which TRL pushes weights, wakes the engine and puts it to sleep
-
         def generate_in_engine(contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
-            nonlocal outside
-            inside = 0.0
+            return llm.run_instead(
+                lambda engine: engine.generate(contexts, budgets), lambda: single_turn(list(contexts))
+            )
 
-            def work(engine: VLLMEngine) -> list[Continuation]:
-                nonlocal inside
-                start = time.perf_counter()
-                continuations = engine.generate(contexts, budgets)
-                inside = time.perf_counter() - start
-                return continuations
-
-            start = time.perf_counter()
-            continuations = llm.run_instead(work, lambda: single_turn(list(contexts)))
-            outside += time.perf_counter() - start - inside
-            return continuations
-
+        llm.framework_s = 0.0
         rollout = core.run(_TrainerEngine(self, generate_in_engine), prompts, cap, step)
-        rollout.counts.generate_s -= outside
+        rollout.counts.generate_s -= llm.framework_s  # pushing weights, waking up: a plain rollout has it too
         return rollout
 
     def spec_score(

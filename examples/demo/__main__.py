@@ -80,9 +80,11 @@ def train(name: str, reuse: bool, options: argparse.Namespace) -> Path:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     sums = Sums(options.prompts)
     trainer_class, config = (SpecGRPOTrainer, SpecGRPOConfig) if reuse else (GRPOTrainer, GRPOConfig)
+    if reuse:
+        settings["use_spec_rollout"] = True
     trainer = trainer_class(
         model=model,
-        args=config(**settings, **(dict(use_spec_rollout=True) if reuse else {})),
+        args=config(**settings),
         reward_funcs=sums,
         train_dataset=sums.dataset(),
         processing_class=AutoTokenizer.from_pretrained(options.model, padding_side="left"),
@@ -103,7 +105,7 @@ def main() -> None:
     parser.add_argument("--model", help="another model than SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=int, default=12, help="different prompts")
     parser.add_argument("--rows", type=int, default=8, help="responses an optimizer step, four to a prompt")
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--cap", type=int, default=32, help="most tokens of a response")
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--temperature", type=float, default=1.0)

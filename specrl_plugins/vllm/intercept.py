@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,10 +24,14 @@ class InterceptedLLM:
 
     Args:
         llm (`LLM`): the engine to stand in for.
+
+    Attributes:
+        framework_s (`float`): seconds that the framework's calls took beside our work, summed over all of them.
     """
 
     def __init__(self, llm: LLM):
         self._llm = llm
+        self.framework_s = 0.0
         self._work: Callable[[VLLMEngine], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -39,11 +44,19 @@ class InterceptedLLM:
             RuntimeError: `framework_call` did not generate.
         """
         results: list[T] = []
-        self._work = lambda engine: results.append(work(engine))
+
+        def timed(engine: VLLMEngine) -> None:
+            start = time.perf_counter()
+            results.append(work(engine))
+            self.framework_s -= time.perf_counter() - start
+
+        self._work = timed
+        start = time.perf_counter()
         try:
             framework_call()
         finally:
             self._work = None
+        self.framework_s += time.perf_counter() - start
         if not results:
             raise RuntimeError(
                 "the framework generated without calling LLM.generate: this version of it is not supported."
