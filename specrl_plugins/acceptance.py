@@ -117,8 +117,8 @@ class ReusePolicy:
             raise ValueError("log_lenience is not a number")
         if not 0.0 <= self.refresh_rate <= 1.0:
             raise ValueError(f"refresh_rate is a share of rows, between 0 and 1, not {self.refresh_rate}")
-        if self.carry_limit is not None and self.carry_limit < 1:
-            raise ValueError(f"carry_limit is a number of visits, at least 1, not {self.carry_limit}")
+        if self.carry_limit is not None and (self.carry_limit < 1 or self.carry_limit != int(self.carry_limit)):
+            raise ValueError(f"carry_limit is a whole number of visits, at least 1, not {self.carry_limit}")
 
     def refreshes(self, prompt: bytes, slot: int, step: int) -> bool:
         """Whether a row ignores its draft at this step."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from specrl_plugins.codec import CorruptRow, Row, decode, encode
 from specrl_plugins.fingerprint import Fingerprint, FingerprintMismatch
@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 FILE_NAME = "trajectories.sqlite"
 LOCK_NAME = "opening.lock"
+CLAIM_NAME = "run.lock"
 _BUSY_SECONDS = 60
 _MIB = 1 << 20
 _LOG_BYTES = 64 * _MIB
@@ -112,12 +113,13 @@ class TrajectoryCache:
     def __init__(
         self, directory: str | os.PathLike, fingerprint: Fingerprint | None = None, max_mib: float | None = None
     ):
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()  # the process may change its working directory
         self.path = self.directory / FILE_NAME
         self.fingerprint = fingerprint
         self._as_it_is = fingerprint is None  # nothing is made, and nothing is put in the place of what is damaged
         self.max_mib = max_mib
         self.corrupt = 0
+        self._warned_full = False
         self._connection: sqlite3.Connection | None = None
         self._opened: tuple[int, int, int] | None = None
         _caches.add(self)
@@ -128,6 +130,36 @@ class TrajectoryCache:
         except OSError as error:
             raise CacheError(f"the cache directory {self.directory} cannot be made: {error}") from error
         self._connect()
+
+    def claim(self) -> None:
+        """Keep the cache for the runs of this process until [`release`]: step numbers of two would mix.
+
+        Raises:
+            CacheError: a run of another process has it.
+        """
+        if self.directory in _claims:  # POSIX locks are a process's: closing a second file would give up the first
+            return
+        lock = open(self.directory / CLAIM_NAME, "a+")  # noqa: SIM115  # open as long as the claim lasts
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            owner = lock.read() or "unknown"
+            lock.close()
+            raise CacheError(
+                f"the trajectory cache {self.directory} is in use by another run (process {owner}): their steps would "
+                "mix. Choose another cache directory, or end that run."
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        _claims[self.directory] = lock
+
+    def release(self) -> None:
+        """End a claim, if there is one, and close the file."""
+        if (lock := _claims.pop(self.directory, None)) is not None:
+            lock.close()
+        self.close()
 
     def get_many(self, keys: Sequence[tuple[bytes, int]]) -> list[Trajectory | None]:
         """Trajectories of a batch of (prompt key, slot); `None` for a miss. Marks what it finds as used."""
@@ -169,7 +201,17 @@ class TrajectoryCache:
             for row in rows:
                 self._put(db, row)
             if self.max_mib is not None:
-                self._evict(db, self.max_mib)
+                forgotten = self._evict(db, self.max_mib)
+                if forgotten and not self._warned_full:
+                    self._warned_full = True
+                    logger.warning(
+                        "The trajectory cache %s has reached its size of %g MiB with %d trajectories, and forgets the "
+                        "least recently used from now on. Where an epoch holds more than that, each is forgotten "
+                        "before its prompt comes back: give the cache more room.",
+                        self.directory,
+                        self.max_mib,
+                        db.execute("SELECT COUNT(*) FROM entries").fetchone()[0],
+                    )
 
         self._write(put)
 
@@ -353,6 +395,8 @@ class TrajectoryCache:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """One process at a time, on this node."""
+        if not self._as_it_is:
+            self.directory.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         with open(self.directory / LOCK_NAME, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -474,6 +518,8 @@ def _is_damage(error: sqlite3.DatabaseError) -> bool:
 # A connection may not be carried across a fork, not even unused: the child would believe to hold locks that only its
 # parent holds. See "How To Corrupt An SQLite Database File", 2.6.
 _caches: weakref.WeakSet[TrajectoryCache] = weakref.WeakSet()
+# Open files whose locks this process holds, by cache directory.
+_claims: dict[Path, IO[str]] = {}
 
 
 def _close_all() -> None:

@@ -46,6 +46,7 @@ class VerificationGuard:
         self._longest_pause = longest_pause
         self._paused_for = 0
         self._first_cost: float | None = None
+        self._warm = False
 
     @property
     def plain_cost(self) -> float | None:
@@ -64,9 +65,11 @@ class VerificationGuard:
         if not counts.completion_tokens:
             return
         cost = counts.seconds / counts.completion_tokens
-        if self._first_cost is None:
-            # The first batch also pays for compilation and allocation: a reference only where there is no other.
-            self._first_cost = cost
+        if not self._warm:
+            # The first batch also pays for compilation and allocation: a reference only where there is no other, and
+            # none at all where it already had drafts (a resumed run).
+            self._warm = True
+            self._first_cost = None if counts.verified_rows else cost
             return
         if not counts.verified_rows:
             self._plain.append(cost)

@@ -100,6 +100,8 @@ class RolloutCounts:
         | `spec/unstored_rows` | responses that were not cached |
         | `spec/time/lookup_s`, `verify_s`, `generate_s`, `store_s` | seconds of each stage |
         | `spec/time/spared_s` | seconds of the trainer's log-prob pass that verification saved |
+
+        `spec/cache_rows` and `spec/cache_mib` are added by [`SpeculativeRollout.take_metrics`].
         """
         metrics = {
             "spec/generated_tokens": float(self.generated_tokens),

@@ -201,7 +201,7 @@ class SpeculativeRollout:
                 counts.unstored_rows += len(trajectories)
                 if not self._warned_unstored:
                     self._warned_unstored = True
-                    logger.warning("%s. Training goes on; these prompts will be sampled afresh.", error)
+                    logger.warning("%s\nTraining goes on; these prompts will be sampled afresh.", error)
         self.total += counts
         self._since_taken += counts
         self.guard.observe(counts)
@@ -231,7 +231,8 @@ class SpeculativeRollout:
             return
         drafts = self.cache.get_many([(response.key, response.slot) for response in responses])
         for response, draft in zip(responses, drafts, strict=True):
-            if draft is None:
+            # A batch of this very step may have met the prompt too: its responses are this policy's, not past ones.
+            if draft is None or draft.step >= step:
                 continue
             counts.draft_rows += 1
             tokens = draft.tokens[:cap]
@@ -327,12 +328,12 @@ class SpeculativeRollout:
         """Say so where reuse has silently stopped working, or nothing new is sampled any more."""
         if not counts.verified_rows:
             return
-        one_sided = counts.reused_tokens in (0, counts.completion_tokens)
-        self._one_sided = self._one_sided + 1 if one_sided else 0
-        if self._one_sided == _ONE_SIDED_BATCHES:
+        side = {0: -1, counts.completion_tokens: 1}.get(counts.reused_tokens, 0)
+        self._one_sided = self._one_sided + side if self._one_sided * side > 0 else side
+        if abs(self._one_sided) == _ONE_SIDED_BATCHES:
             logger.warning(
                 "In %d batches in a row %s. %s",
-                self._one_sided,
+                _ONE_SIDED_BATCHES,
                 "every draft was rejected from its first token on" if not counts.reused_tokens else "all was reused",
                 "Verifying is in vain: is the learning rate very high, or the scorer not the one of the cache?"
                 if not counts.reused_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import random
@@ -856,3 +857,30 @@ def test_directory_in_place_of_the_file_is_a_clear_error(tmp_path):
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(CacheError, match="cannot be opened for writing"):
         TrajectoryCache(tmp_path, SETTINGS)
+
+
+def test_claim_keeps_other_processes_out_and_lasts_until_release(tmp_path, fingerprint):
+    script = f"""
+from specrl_plugins import TrajectoryCache
+TrajectoryCache({str(tmp_path)!r}).claim()
+"""
+
+    def other_process():
+        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+    with TrajectoryCache(tmp_path, fingerprint) as cache:
+        cache.claim()
+        cache.claim()  # of this process already
+        TrajectoryCache(tmp_path, fingerprint).claim()
+        refused = other_process()
+        assert refused.returncode == 1 and f"in use by another run (process {os.getpid()})" in refused.stderr
+        cache.release()
+        cache.release()
+        assert other_process().returncode == 0
+
+
+def test_reaching_the_size_cap_is_said_aloud_once(tmp_path, fingerprint, caplog):
+    with TrajectoryCache(tmp_path, fingerprint, max_mib=0.3) as cache, caplog.at_level(logging.WARNING):
+        for step in range(40):
+            cache.put_many([make_trajectory(prompt=(step, i), length=200) for i in range(20)])
+    assert caplog.text.count("has reached its size of 0.3 MiB") == 1

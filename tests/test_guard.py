@@ -56,6 +56,14 @@ def test_first_batch_is_no_reference_where_there_is_another():
     assert alone.plain_cost == pytest.approx(0.1)
 
 
+def test_a_run_that_begins_with_drafts_judges_only_once_it_has_a_plain_batch():
+    """A resumed run: its first batch already reuses, and is no measure of a plain one."""
+    guard = VerificationGuard(samples=2)
+    assert not any(feed(guard, *[reusing(2.0)] * 9))
+    assert guard.plain_cost is None
+    assert feed(guard, plain(1.0), reusing(2.0)) == [False, True]
+
+
 def test_pause_lasts_its_batches_then_reuse_gets_another_chance():
     guard = VerificationGuard(samples=2, pause=4)
     feed(guard, *[plain(1.0)] * 3, *[reusing(2.0)] * 2)

@@ -564,14 +564,33 @@ def test_one_sided_reuse_is_said_aloud_once(tmp_path, caplog, rule, log_lenience
 def test_paused_guard_looks_nothing_up_but_goes_on_storing(tmp_path):
     rollout = speculative(tmp_path, rule="full")
     engine = TabularEngine(OLD)
-    visit(rollout, engine)
     rollout.guard = VerificationGuard(samples=1, pause=1)
-    for seconds, step in ((1.0, 2), (1.0, 3)):
+    for seconds, step in ((1.0, 1), (2.0, 2)):
         done = rollout.run(engine, PROMPTS, 12, step=step)
-        done.counts.generate_s = seconds * step
+        done.counts.generate_s = seconds
         rollout.store(done)
     assert rollout.guard.paused
-    done = visit(rollout, engine, step=4)
+    done = visit(rollout, engine, step=3)
     assert done.counts.paused_rows == len(PROMPTS) and done.counts.draft_rows == 0
     assert not rollout.guard.paused
-    assert rollout.cache.stats().oldest_step == 4
+    assert rollout.cache.stats().oldest_step == 3
+
+
+def test_a_batch_of_the_same_step_is_no_draft(tmp_path):
+    rollout = speculative(tmp_path, rule="full")
+    engine = TabularEngine(OLD)
+    visit(rollout, engine, step=3)
+    assert visit(rollout, engine, step=3).counts.reused_tokens == 0
+    assert visit(rollout, engine, step=4).counts.reused_tokens > 0
+
+
+def test_nothing_then_everything_reused_is_not_one_sided(tmp_path, caplog):
+    rollout = speculative(tmp_path, log_lenience=-math.inf)
+    engine = TabularEngine(OLD)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 6):  # four batches with nothing, after the first
+            visit(rollout, engine, step=step)
+        rollout.policy = ReusePolicy(rule="full")
+        for step in range(6, 10):  # four with everything
+            visit(rollout, engine, step=step)
+    assert "in a row" not in caplog.text

@@ -5,6 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +19,8 @@ pytest.importorskip("trl")
 import trl
 from conftest import build_tiny_model
 from datasets import Dataset
-from transformers import TrainerCallback
+from disk import full_disk
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl_runs import (
     PROMPTS,
     CheckedGRPOTrainer,
@@ -157,23 +163,41 @@ def test_a_prompt_that_is_twice_in_the_data_set_keeps_all_its_samples(tiny_model
     assert sorted(t.slot for t in trainer.spec_rollout.cache) == list(range(16))
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"])
+def test_every_loss(tiny_model, tmp_path, loss_type):
+    args = settings(tmp_path, loss_type=loss_type, num_train_epochs=2)
+    trainer = build(tiny_model, args, trainer=CheckedGRPOTrainer)
+    trainer.train()
+    assert trainer.spec_rollout.total.reused_tokens > 0
+
+
+def test_a_prompt_that_is_twice_in_a_step_is_sampled_twice(tiny_model, tmp_path):
+    reward = RecordedReward()
+    args = settings(
+        tmp_path,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        steps_per_generation=1,
+        num_train_epochs=1,
+    )
+    trainer = build(tiny_model, args, trainer=CheckedGRPOTrainer, prompts=[PROMPTS[0]] * 4, reward_funcs=reward)
+    trainer.train()
+    first, second, *_ = reward.completions
+    assert first != second
+
+
 @pytest.mark.parametrize("cap", [6, 20])
 def test_a_changed_cap_cuts_or_continues_what_was_cached(tiny_model, tmp_path, cap):
-    first = build(tiny_model, settings(tmp_path / "first", num_train_epochs=1), trainer=CheckedGRPOTrainer)
-    first.train()
-    args = settings(
-        tmp_path / "second",
-        num_train_epochs=1,
-        max_completion_length=cap,
-        learning_rate=0.0,
-        spec_cache_dir=str(tmp_path / "first" / "spec_cache"),
-    )
-    second = build(tiny_model, args, trainer=CheckedGRPOTrainer)
-    second.spec_rollout.cache.rewind = lambda step: 0  # keep the trajectories of the first run
-    second.train()
-    total = second.spec_rollout.total
-    assert total.reused_tokens > 0
-    assert (total.full_reuse_rows > 0) or cap > 12
+    common = dict(save_strategy="steps", save_steps=3, learning_rate=0.0, num_train_epochs=2)
+    build(tiny_model, settings(tmp_path, **common), callbacks=[StopAt(3)]).train()
+    args = settings(tmp_path, max_completion_length=cap, **common)
+    resumed = build(tiny_model, args, trainer=CheckedGRPOTrainer)
+    resumed.train(resume_from_checkpoint=True)
+    total = resumed.spec_rollout.total
+    assert resumed.checked_rows == 24
+    # The policy is unchanged, so every draft is reused to its end or to the cap of today.
+    assert total.drafted_tokens == total.reused_tokens > 0
+    assert total.generated_tokens == 0 if cap < 12 else total.generated_tokens > 0
 
 
 def test_evaluation_neither_reads_nor_writes_the_cache(tiny_model, tmp_path):
@@ -247,6 +271,15 @@ def test_resuming_after_a_crash_forgets_what_is_newer_than_the_checkpoint(tiny_m
     assert resumed.state.global_step == 9
 
 
+class _OnStep(TrainerCallback):
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.action()
+
+
 class _OnBegin(TrainerCallback):
     def __init__(self, action):
         self.action = action
@@ -289,6 +322,7 @@ def test_another_sampling_setting_refuses_the_old_cache(tiny_model, tmp_path):
         (dict(spec_verifier="engine", use_vllm=True, vllm_mode="colocate", temperature=0.5), "temperature"),
         (dict(top_p=0.9), "top_p"),
         (dict(top_k=20), "top_k"),
+        (dict(top_k=None), "top_k"),
         (dict(min_p=0.1), "min_p"),
         (dict(repetition_penalty=1.1), "repetition_penalty"),
         (dict(generation_kwargs={"no_repeat_ngram_size": 2}), "generation_kwargs"),
@@ -309,6 +343,27 @@ def build_nothing(args):
     SpecGRPOTrainer(model="/no/such/model", args=args, reward_funcs=reward_digits, train_dataset=[])
 
 
+@pytest.mark.parametrize(
+    "own",
+    [dict(no_repeat_ngram_size=1), dict(suppress_tokens=[7]), dict(min_new_tokens=6), dict(typical_p=0.2),
+     dict(min_p=0.5), dict(exponential_decay_length_penalty=(3, 1.5))],
+    ids=lambda own: next(iter(own)),
+)  # fmt: skip
+def test_what_the_models_own_generation_config_shapes_is_refused(tiny_model, tmp_path, own):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.generation_config.update(**own)
+    with pytest.raises(UnsupportedSetting, match=next(iter(own))):
+        build(model, settings(tmp_path), tokenizer=tiny_model)
+
+
+def test_harmless_settings_of_the_models_generation_config_are_not_refused(tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.generation_config.update(temperature=0.3, top_p=0.5, top_k=3, do_sample=True, max_length=20)
+    trainer = build(model, settings(tmp_path), trainer=CheckedGRPOTrainer, tokenizer=tiny_model)
+    trainer.train()
+    assert trainer.spec_rollout.total.reused_tokens > 0
+
+
 def test_rollout_functions_are_refused(tiny_model, tmp_path):
     with pytest.raises(UnsupportedSetting, match="rollout_func"):
         build(tiny_model, settings(tmp_path), rollout_func=lambda prompts, trainer: {})
@@ -322,12 +377,117 @@ def test_rollout_functions_are_refused(tiny_model, tmp_path):
         (dict(spec_rule="best"), "best"),
         (dict(spec_verifier="oracle"), "spec_verifier"),
         (dict(spec_cache_max_mib=0), "spec_cache_max_mib"),
+        (dict(spec_cache_max_mib=float("nan")), "spec_cache_max_mib"),
+        (dict(spec_cache_max_mib=None), "spec_cache_max_mib"),
+        (dict(spec_carry_limit=2.5), "carry_limit"),
         (dict(spec_log_lenience=float("nan")), "log_lenience"),
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path, changes, named):
     with pytest.raises(ValueError, match=named):
         settings(tmp_path, **changes)
+
+
+def test_a_full_disk_does_not_end_training(tiny_model, tmp_path, caplog, capsys):  # capsys: output needs no file
+    trainer = build(tiny_model, settings(tmp_path))
+    with ExitStack() as disk:
+        trainer.add_callback(_OnStep(3, lambda: disk.enter_context(full_disk())))
+        with caplog.at_level(logging.WARNING):
+            trainer.train()
+    assert trainer.state.global_step == 9
+    assert "Training goes on" in caplog.text and "was not logged" in caplog.text
+    assert trainer.spec_rollout.total.unstored_rows > 0
+
+
+@pytest.mark.parametrize("trouble", ["deleted", "chdir"])
+def test_reuse_survives_a_deleted_directory_and_a_change_of_directory(tiny_model, tmp_path, monkeypatch, trouble):
+    monkeypatch.chdir(tmp_path)
+    args = settings("run", num_train_epochs=4)
+    trainer = build(tiny_model, args, trainer=CheckedGRPOTrainer)
+    (tmp_path / "elsewhere").mkdir()
+
+    def act():
+        if trouble == "chdir":
+            os.chdir(tmp_path / "elsewhere")
+        else:
+            shutil.rmtree(tmp_path / "run" / "spec_cache")
+
+    trainer.add_callback(_OnStep(5, act))
+    trainer.train()
+    assert history(trainer, "spec/reused_token_fraction")[-1] > 0
+    assert trainer.spec_rollout.total.unstored_rows == 0
+
+
+def test_a_second_run_on_a_cache_in_use_is_refused(tiny_model, tmp_path):
+    script = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from trl_runs import build, settings
+build({tiny_model!r}, settings({str(tmp_path)!r})).train()
+"""
+    trainer = build(tiny_model, settings(tmp_path))
+    outcomes = []
+
+    def second_run():
+        outcomes.append(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120))
+
+    trainer.add_callback(_OnStep(5, second_run))
+    trainer.train()
+    assert outcomes[0].returncode != 0
+    assert f"in use by another run (process {os.getpid()})" in outcomes[0].stderr
+    assert min(history(trainer, "spec/reused_token_fraction")[3:]) > 0
+    second_run()  # the first one has ended
+    assert outcomes[1].returncode == 0
+
+
+def test_a_generate_that_somebody_else_patched_is_kept(tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    calls, generate = [], model.generate
+    model.generate = lambda *args, **kwargs: calls.append(1) or generate(*args, **kwargs)
+    trainer = build(model, settings(tmp_path, num_train_epochs=1), tokenizer=tiny_model)
+    trainer.train()
+    assert len(calls) == 3
+
+
+def test_training_twice_sums_up_each_run(tiny_model, tmp_path, capsys):
+    trainer = build(tiny_model, settings(tmp_path, num_train_epochs=1))
+    trainer.train()
+    trainer.train()
+    assert trainer.spec_rollout.total.rows == 24
+
+
+def test_switching_on_in_mid_run_gives_no_false_warning(tiny_model, tmp_path, caplog):
+    common = dict(save_strategy="steps", save_steps=5)
+    build(tiny_model, settings(tmp_path, use_spec_rollout=False, **common), callbacks=[StopAt(5)]).train()
+    with caplog.at_level(logging.WARNING):
+        build(tiny_model, settings(tmp_path, **common)).train(resume_from_checkpoint=True)
+    assert "no prompt has come back" not in caplog.text
+
+
+def test_prompts_that_change_every_epoch_are_warned_about(tiny_model, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer = build(tiny_model, settings(tmp_path))
+        tokenize = trainer._tokenize_prompts
+        counter = iter(range(100))
+
+        def other_prompts(prompts):
+            number = next(counter)
+            return tokenize([f"{number}:{prompt}" for prompt in prompts])
+
+        trainer._tokenize_prompts = other_prompts
+        trainer.train()
+    assert "no prompt has come back" in caplog.text
+
+
+def test_dropout_is_warned_about(tmp_path, caplog):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = build_tiny_model(tmp_path / "model")
+    for disable in (False, True):
+        caplog.clear()
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=32, n_layer=1, n_head=2, n_positions=64))
+        with caplog.at_level(logging.WARNING):
+            build(model, settings(tmp_path / str(disable), disable_dropout=disable), tokenizer=tokenizer)
+        assert ("disable_dropout" in caplog.text) == (not disable)
 
 
 def test_a_single_epoch_is_warned_about(tiny_model, tmp_path, caplog):

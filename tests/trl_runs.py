@@ -42,13 +42,13 @@ def settings(output_dir, config=SpecGRPOConfig, **changes):
     return config(**(content | changes))
 
 
-def build(model, args, trainer=SpecGRPOTrainer, prompts=PROMPTS, **changes):
+def build(model, args, trainer=SpecGRPOTrainer, prompts=PROMPTS, tokenizer=None, **changes):
     content = dict(
         model=model,
         args=args,
         reward_funcs=reward_digits,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+        processing_class=AutoTokenizer.from_pretrained(tokenizer or model, padding_side="left"),
     )
     return trainer(**(content | changes))
 

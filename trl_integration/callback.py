@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from specrl_plugins import ReuseRule, RolloutCounts
+from specrl_plugins.report import RUN_LOG
 from trl_integration.checks import warm_share
 
 logger = logging.getLogger(__name__)
-
-RUN_LOG = "specrl.jsonl"
 
 
 class RunLog(TrainerCallback):
@@ -28,9 +28,13 @@ class RunLog(TrainerCallback):
         if not state.is_world_process_zero or not logs:
             return
         path = Path(args.output_dir or ".") / RUN_LOG
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps({"step": state.global_step, "epoch": state.epoch, **logs}) + "\n")
+        line = json.dumps({"step": state.global_step, "epoch": state.epoch, **logs}, default=float)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:  # a full disk must not end a training run
+            logger.warning("step %d was not logged to %s: %s", state.global_step, path, error)
 
 
 class SpecRolloutCallback(RunLog):
@@ -38,12 +42,16 @@ class SpecRolloutCallback(RunLog):
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
+        self._first_epoch = 0.0
         self._warned_no_draft = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         core = self.trainer.spec_rollout
+        core.cache.claim()
+        core.total = RolloutCounts()  # of this run: the trainer may have trained before
+        self._first_epoch = state.epoch or 0.0
         # A killed run leaves trajectories newer than its checkpoint, and an earlier run in the same directory leaves
         # all of its own: step numbers begin anew, so they would pass for newer than they are.
         forgotten = core.cache.rewind(state.global_step)
@@ -56,14 +64,15 @@ class SpecRolloutCallback(RunLog):
             )
         if not state.is_world_process_zero:
             return
-        policy, share = core.policy, warm_share(self.trainer)
+        policy, share = core.policy, warm_share(self.trainer, self._first_epoch)
+        lenience = f"log-lenience {policy.log_lenience:g}, " if policy.rule is ReuseRule.SPECULATIVE else ""
         print(
-            f"Speculative rollouts: {policy.rule} reuse, log-lenience {policy.log_lenience:g}, refresh rate "
-            f"{policy.refresh_rate:g}, verified by the {args.spec_verifier}."  # type: ignore[attr-defined]
+            f"Speculative rollouts: {policy.rule} reuse, {lenience}refresh rate {policy.refresh_rate:g}, verified by "
+            f"the {args.spec_verifier}."  # type: ignore[attr-defined]
         )
         print(
-            f"Trajectory cache: {core.cache.directory} ({len(core.cache)} trajectories); "
-            + ("" if share is None else f"{share:.0%} of the rollouts come after the first epoch and can reuse them.")
+            f"Trajectory cache: {core.cache.directory} ({len(core.cache)} trajectories)"
+            + ("." if share is None else f"; {share:.0%} of the rollouts come after the first epoch and can reuse it.")
         )
 
     def on_log(
@@ -71,7 +80,12 @@ class SpecRolloutCallback(RunLog):
     ) -> None:
         super().on_log(args, state, control, logs=logs, **kwargs)
         total = self.trainer.spec_rollout.total
-        if not self._warned_no_draft and (state.epoch or 0) > 1.5 and not total.draft_rows and not total.paused_rows:
+        if (
+            not self._warned_no_draft
+            and (state.epoch or 0) - self._first_epoch > 1.5
+            and not total.draft_rows
+            and not total.paused_rows
+        ):
             self._warned_no_draft = True
             logger.warning(
                 "After %.1f epochs no prompt has come back with the same token ids, so nothing can be reused. Does the "
@@ -85,10 +99,10 @@ class SpecRolloutCallback(RunLog):
         core = self.trainer.spec_rollout
         if state.is_world_process_zero and core.total.completion_tokens:
             print(summary(core.total, core.guard.plain_cost))
-        core.cache.close()
+        core.cache.release()
 
 
-def summary(total: Any, plain_cost: float | None) -> str:
+def summary(total: RolloutCounts, plain_cost: float | None) -> str:
     """A few lines on a whole run.
 
     Args:

@@ -9,8 +9,16 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 from datasets import Dataset
+from torch import nn
 
 logger = logging.getLogger(__name__)
+
+# Of a model's own generation config: what TRL overrides, and what does not change the distribution.
+_NOT_SHAPING = {
+    "temperature", "top_p", "top_k", "repetition_penalty", "do_sample", "max_length", "max_new_tokens", "use_cache",
+    "cache_implementation", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version",
+    "return_dict_in_generate", "disable_compile",
+}  # fmt: skip
 
 
 class UnsupportedSetting(ValueError):
@@ -56,7 +64,8 @@ def _unsupported_settings(args: Any) -> Iterator[str]:
             f"`spec_verifier='engine'` with `temperature={args.temperature}`: vLLM scores without temperature. Use "
             "`'trainer'`."
         )
-    for name, neutral in (("top_p", (1.0,)), ("top_k", (0, -1, None)), ("min_p", (0.0, None))):
+    # transformers takes an open top-k for its default of 50.
+    for name, neutral in (("top_p", (1.0,)), ("top_k", (0,)), ("min_p", (0.0, None))):
         if (value := getattr(args, name)) not in neutral:
             yield f"`{name}={value}`: the truncated distribution that is sampled is not the one that is scored."
     if args.repetition_penalty != 1.0:
@@ -82,6 +91,10 @@ def _unsupported_parts(trainer: Any) -> Iterator[str]:
         yield "`tools` and `environment_factory`: only single-turn rollouts can be reused."
     if getattr(trainer, "rollout_func", None) is not None:
         yield "`rollout_func`: it bypasses the trainer's own rollout, which is what is reused."
+    if not trainer.use_vllm:  # `generate` fills what TRL leaves open from the model's own config, then from defaults
+        for name, value in trainer.model.generation_config.to_diff_dict().items():
+            if value and name not in _NOT_SHAPING and not name.startswith(("_", "output_")):
+                yield f"`{name}={value}` in the model's `generation_config`: it may change what is sampled. Unset it."
     if is_peft_model(trainer.model):
         yield "a PEFT model: its adapters are merged for the engine only, so scores may be of another model."
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
@@ -103,14 +116,23 @@ def epochs(trainer: Any) -> float | None:
     return args.max_steps * prompts_a_step / len(trainer.train_dataset)
 
 
-def warm_share(trainer: Any) -> float | None:
-    """Share of rollouts that come after the first epoch, so that they can reuse anything."""
+def warm_share(trainer: Any, epoch: float) -> float | None:
+    """Share of the rollouts from `epoch` on that come after the first one, so that they can reuse anything."""
     seen = epochs(trainer)
-    return None if seen is None else max(0.0, 1.0 - 1.0 / seen)
+    if seen is None or seen <= epoch:
+        return None
+    return max(0.0, seen - max(1.0, epoch)) / (seen - epoch)
 
 
-def warn_if_useless(trainer: Any) -> None:
-    """Warn where each prompt is met once, so that there is never anything to reuse."""
+def warn_of_little_use(trainer: Any) -> None:
+    """Warn where there is little or nothing to reuse: prompts that are met once, scores that dropout blurs."""
+    if not trainer.args.disable_dropout and any(
+        isinstance(module, nn.Dropout) and module.p > 0 for module in trainer.model.modules()
+    ):
+        logger.warning(
+            "The model has dropout, so the same tokens score differently each time, and drafts are rejected for "
+            "nothing. Set `disable_dropout=True`."
+        )
     seen = epochs(trainer)
     if seen is not None and math.ceil(seen) <= 1:
         logger.warning(

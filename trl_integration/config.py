@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,8 +98,10 @@ class SpecRolloutArguments:
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes next in every class that mixes this in
         if self.spec_verifier not in ("trainer", "engine"):
             raise ValueError(f"`spec_verifier` is 'trainer' or 'engine', not {self.spec_verifier!r}.")
-        if self.spec_cache_max_mib <= 0:
+        if not isinstance(self.spec_cache_max_mib, int | float) or not self.spec_cache_max_mib > 0:
             raise ValueError(f"`spec_cache_max_mib` is a size in MiB, above 0, not {self.spec_cache_max_mib}.")
+        if self.spec_cache_dir is not None:
+            self.spec_cache_dir = os.path.expanduser(self.spec_cache_dir)
         try:
             self.reuse_policy()
         except ValueError as error:

@@ -90,7 +90,7 @@ def recorded_generate(
         budgets, eos_token_ids, temperature: see [`SampleRecorder`].
     """
     recorder = SampleRecorder(budgets, eos_token_ids, temperature, model.device)
-    generate = model.generate
+    generate, patched = model.generate, vars(model).get("generate")
 
     def bounded(*args: Any, generation_config: Any, **kwargs: Any) -> Any:
         generation_config = copy.copy(generation_config)
@@ -107,4 +107,6 @@ def recorded_generate(
     try:
         yield recorder
     finally:
-        del model.generate  # the instance's own attribute: the method of the class shows again
+        del model.generate  # the method of the class shows again, or what somebody else put in its place
+        if patched is not None:
+            model.generate = patched

@@ -32,7 +32,7 @@ from specrl_plugins import (
 )
 from specrl_plugins.fingerprint import content_hash
 from trl_integration.callback import SpecRolloutCallback
-from trl_integration.checks import UnsupportedSetting, check_config, check_trainer, warn_if_useless
+from trl_integration.checks import UnsupportedSetting, check_config, check_trainer, warn_of_little_use
 from trl_integration.config import SpecRolloutArguments
 from trl_integration.sampling import recorded_generate
 
@@ -80,7 +80,7 @@ class SpecRolloutMixin:
         check_config(config)
         super().__init__(*args, **kwargs)
         check_trainer(self)
-        warn_if_useless(self)
+        warn_of_little_use(self)
         fingerprint = self._fingerprint()
         self.spec_rollout = SpeculativeRollout(
             cache=TrajectoryCache(config.cache_directory(), fingerprint, config.spec_cache_max_mib),
