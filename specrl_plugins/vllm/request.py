@@ -64,6 +64,7 @@ def changed_settings(params: SamplingParams) -> list[str]:
     """
     plain = SamplingParams(
         temperature=1.0,
+        top_k=params.top_k if params.top_k in (0, -1) else 0,  # both keep all
         max_tokens=params.max_tokens,
         min_tokens=min(params.min_tokens, 1),
         logprobs=params.logprobs if params.logprobs in (0, 1) else None,
