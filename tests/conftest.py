@@ -108,3 +108,14 @@ def build_tiny_model(directory: Path, extra_vocab: int = 0, pad_is_eos: bool = F
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
     return build_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def ray_running():
+    """A Ray instance, shared by all tests that need one."""
+    import openrlhf_runs
+    import ray
+
+    openrlhf_runs.start_ray()
+    yield
+    ray.shutdown()

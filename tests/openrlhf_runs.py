@@ -7,18 +7,23 @@ for weights by CUDA; [`CpuRolloutActor`] is ours with the settings that a CPU bu
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+from copy import deepcopy
 from pathlib import Path
 
 import openrlhf.utils
 import ray
 import torch
 from openrlhf.trainer.ray.launcher import BaseModelActor
+from openrlhf.trainer.ray.vllm_engine import _load_agent_executor
+from openrlhf.utils.agent import SingleTurnAgentExecutor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import openrlhf_integration.rollout_actor as rollout_actor
-from openrlhf_integration.rollout_actor import SpecRolloutActor
+from openrlhf_integration.cache_actor import running_cache
+from openrlhf_integration.rollout_actor import Group, Sample, SpecRolloutActor, _sample
 from openrlhf_integration.seams import in_place_of
 from openrlhf_integration.train_ppo_ray import main
 
@@ -38,8 +43,10 @@ import torch
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
 class Turns(AgentInstanceBase):
-    async def reset(self, states, **kwargs):
+    def __init__(self):
         self.turns = 0
+
+    async def reset(self, states, **kwargs):
         return {"observation": states["observation"]}
 
     async def step(self, states, **kwargs):
@@ -52,7 +59,6 @@ class Turns(AgentInstanceBase):
             "environment_feedback": " go on: " if self.turns < 2 else "",
             "done": self.turns == 2,
             "sampling_params": states["sampling_params"],
-            "extra_logs": {"first_length": torch.tensor(float(len(text)))} if self.turns == 1 else {},
         }
 
 class AgentExecutor(MultiTurnAgentExecutor):
@@ -150,6 +156,33 @@ class CpuRolloutActor(SpecRolloutActor):
             )
         )
 
+    async def meet(self, agent_func_path, remote_rm_url):
+        """Serve another run: its cache, and its agent or reward function."""
+        self._cache = running_cache()
+        self._rules = await self._cache.rules.remote()
+        self.executor = (
+            _load_agent_executor(agent_func_path) if agent_func_path else SingleTurnAgentExecutor(remote_rm_url)
+        )
+
+    async def one_of_each(self, prompt, params):
+        """An output of ours, the second of its prompt, and an ordinary one."""
+        tokenizer = AutoTokenizer.from_pretrained(self.kwargs["model"])
+        await self._cache.begin.remote(True)
+
+        async def ours():
+            _sample.set(sample := Sample(Group(1, tokenizer), 0))
+            output = await self.generate(prompt, deepcopy(params))
+            await self._store([sample], [{"reward": None}])
+            return output
+
+        await asyncio.create_task(ours())
+        await self._cache.begin.remote(True)
+        return await asyncio.create_task(ours()), await self.generate(prompt, deepcopy(params))
+
+    async def stall(self):
+        """Requests wait from now on."""
+        await self.llm.pause_generation(mode="keep")
+
     async def sync_from_dir(self, path):
         await self.llm.collective_rpc("sync_from_dir", args=(path,))
 
@@ -214,6 +247,24 @@ class CpuPolicyActor(BaseModelActor):
 
     def save_model(self):
         self.model.save_pretrained(Path(self.args.ckpt.output_dir))
+
+
+def create_engines(args, actor):
+    """Engines as OpenRLHF's own function makes them, of another class."""
+    import openrlhf.trainer.ray.vllm_engine as engine
+
+    with in_place_of(engine, RolloutRayActor=ray.remote(actor)):
+        return engine.create_vllm_engines(
+            args.vllm.num_engines,
+            args.vllm.tensor_parallel_size,
+            args.actor.model_name_or_path,
+            args.train.seed,
+            False,
+            args.vllm.enable_prefix_caching,
+            True,
+            args.data.max_len,
+            remote_rm_url=args.reward.remote_url,
+        )
 
 
 def train(arguments: list[str]) -> None:
