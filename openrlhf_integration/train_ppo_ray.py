@@ -74,7 +74,7 @@ def speculative(settings: SpecSettings) -> Iterator[None]:
     from openrlhf_integration.trainer import SpecPPOTrainer, SpecPPOTrainerAsync
 
     parsed: list[Any] = []
-    cache: list[Any] = []  # the actor lives as long as its handle here
+    cache: list[Any] = []  # the actor lives as long as its handle, which is here
 
     def hierarchize(flat: Any, original: Any = config.hierarchize) -> Any:
         args = original(flat)
@@ -99,7 +99,11 @@ def speculative(settings: SpecSettings) -> Iterator[None]:
             (asynchronous, dict(PPOTrainerAsync=ray.remote(SpecPPOTrainerAsync))),
         ):
             stack.enter_context(in_place_of(module, **names))
-        yield
+        try:
+            yield
+        finally:  # its name is free again, should this process train once more
+            for actor in cache:
+                ray.kill(actor)
 
 
 if __name__ == "__main__":

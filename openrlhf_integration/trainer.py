@@ -6,6 +6,7 @@ Overridden (openrlhf 0.11.2, `openrlhf/trainer/ppo_trainer.py` and `ppo_trainer_
 - `BasePPOTrainer.broadcast_to_vllm`: the engines have the weights of another step now.
 - `BasePPOTrainer.init_checkpoint_states`: training starts at the step of a checkpoint, or at 0.
 - `PPOTrainer.__init__`, `GenerateSamplesActor.__init__`: make our samples generator.
+- `TrainingActor.__init__`, `TrainingActor.broadcast_to_vllm`: only passed on, see there.
 - `PPOTrainerAsync.__init__`: starts the two actors of asynchronous training.
 """
 
@@ -60,6 +61,15 @@ class SpecPPOTrainer(plain(PPOTrainer), SpecTrainer):
 
 class SpecTrainingActor(plain(TrainingActor), SpecTrainer):
     """The half of the asynchronous trainer that trains."""
+
+    # Ray copies inherited methods into the class that it sends to a worker, and with one that calls `super()` goes a
+    # copy of OpenRLHF's class, which is not the one that is imported there. A method that is found here is not copied.
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+
+    def broadcast_to_vllm(self) -> None:
+        super().broadcast_to_vllm()
 
 
 class SpecGenerateSamplesActor(plain(GenerateSamplesActor)):

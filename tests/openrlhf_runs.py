@@ -17,14 +17,14 @@ import openrlhf.utils
 import ray
 import torch
 from openrlhf.trainer.ray.launcher import BaseModelActor
-from openrlhf.trainer.ray.vllm_engine import _load_agent_executor
+from openrlhf.trainer.ray.vllm_engine import RolloutRayActor, _load_agent_executor
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import openrlhf_integration.rollout_actor as rollout_actor
 from openrlhf_integration.cache_actor import running_cache
 from openrlhf_integration.rollout_actor import Group, Sample, SpecRolloutActor, _sample
-from openrlhf_integration.seams import in_place_of
+from openrlhf_integration.seams import in_place_of, plain
 from openrlhf_integration.train_ppo_ray import main
 
 PROMPTS = [f"{a}+{b}" for a in range(3) for b in range(2)]
@@ -142,7 +142,9 @@ class SyncFromDirectory:
         self.reload_weights(weights_path=path)
 
 
-class CpuRolloutActor(SpecRolloutActor):
+class OnCpu:
+    """Goes before a rollout actor in the bases of a class."""
+
     async def __init__(self, **kwargs):
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
         await super().__init__(
@@ -156,6 +158,15 @@ class CpuRolloutActor(SpecRolloutActor):
             )
         )
 
+    async def sync_from_dir(self, path):
+        await self.llm.collective_rpc("sync_from_dir", args=(path,))
+
+
+class CpuPlainActor(OnCpu, plain(RolloutRayActor)):
+    pass
+
+
+class CpuRolloutActor(OnCpu, SpecRolloutActor):
     async def meet(self, agent_func_path, remote_rm_url):
         """Serve another run: its cache, and its agent or reward function."""
         self._cache = running_cache()
@@ -182,9 +193,6 @@ class CpuRolloutActor(SpecRolloutActor):
     async def stall(self):
         """Requests wait from now on."""
         await self.llm.pause_generation(mode="keep")
-
-    async def sync_from_dir(self, path):
-        await self.llm.collective_rpc("sync_from_dir", args=(path,))
 
 
 class CpuPolicyActor(BaseModelActor):
@@ -270,8 +278,10 @@ def create_engines(args, actor):
 def train(arguments: list[str]) -> None:
     """A training run through our launcher."""
     import openrlhf.trainer.ray.ppo_actor as ppo_actor
+    import openrlhf.trainer.ray.vllm_engine as engine
 
     with (
+        in_place_of(engine, RolloutRayActor=ray.remote(CpuPlainActor)),
         in_place_of(ppo_actor, PolicyModelActor=ray.remote(num_gpus=1)(CpuPolicyActor)),
         in_place_of(rollout_actor, SpecRolloutActor=CpuRolloutActor),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 
 import pytest
 
@@ -168,6 +169,20 @@ def test_openrlhf_is_where_the_adapter_expects_it():
     # The lock is held while the shared trainer's broadcast runs.
     source = inspect.getsource(plain(asynchronous.TrainingActor).broadcast_to_vllm)
     assert source.index("acquire") < source.index("super().broadcast_to_vllm()") < source.index("release")
+
+
+def test_no_method_that_calls_super_is_inherited_from_an_actor_class():
+    """Ray would send workers a copy of it, with a copy of its class, and `super()` would fail there."""
+    from openrlhf_integration import rollout_actor, trainer
+
+    ours = [rollout_actor.SpecRolloutActor, trainer.SpecPPOTrainer, trainer.SpecPPOTrainerAsync]
+    ours += [trainer.SpecTrainingActor, trainer.SpecGenerateSamplesActor]
+    for cls in ours:
+        for name, method in inspect.getmembers(cls, inspect.isfunction):
+            method = inspect.unwrap(method)
+            if "__class__" in method.__code__.co_freevars:
+                owner = method.__closure__[method.__code__.co_freevars.index("__class__")].cell_contents
+                assert getattr(sys.modules[owner.__module__], owner.__name__) is owner, f"{cls.__name__}.{name}"
 
 
 def test_images_and_requests_outside_of_a_sample_pass_through(monkeypatch):
