@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -280,3 +283,46 @@ def test_text_is_what_vllm_writes(kind, skip_special_tokens):
         vllm = IncrementalDetokenizer.from_new_request(tokenizer, request)
         vllm.update(tokens, stop_terminated=False)
         assert _text(prompt, tokens, params, tokenizer) == vllm.output_text
+
+
+# -- examples
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "openrlhf"
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.sh")))
+def test_the_example_scripts_are_command_lines_that_openrlhf_takes(script, tmp_path):
+    """Run as they are, but for the interpreter, which writes down what it was asked for."""
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > "{tmp_path}/line"\n')
+    python.chmod(0o755)
+    subprocess.run(
+        ["bash", EXAMPLES / script, "--ds.packing_samples"],
+        check=True,
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WORK": str(tmp_path)},
+        capture_output=True,
+    )
+    option, module, *line = (tmp_path / "line").read_text().splitlines()
+    assert (option, module) == ("-m", "openrlhf_integration.train_ppo_ray")
+    args = parse(line)
+    assert args.spec == SpecSettings() and args.train.num_episodes > 1 and args.ds.packing_samples
+
+
+def test_the_example_data_and_reward_fit_together(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    import json
+    import runpy
+
+    data = tmp_path / "data" / "sums.jsonl"
+    command = [sys.executable, str(EXAMPLES / "prepare_data.py"), "--output", str(data), "--prompts", "3"]
+    subprocess.run([*command, "--settings", '{"max_terms": 3}'], check=True)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    assert len(rows) == 3 and all(row["input"][0]["role"] == "user" for row in rows)
+    reward_func = runpy.run_path(str(EXAMPLES / "reward_func.py"))["reward_func"]
+    label = rows[0]["label"]
+    answer = json.loads(label)["problem"]["answer"]
+    queries = [f"prompt It is <answer> {answer} </answer>", "prompt <answer>no</answer>", "prompt"]
+    scored = reward_func(queries, ["prompt"] * 3, [label] * 3)
+    assert scored["rewards"][0] == 1 and scored["rewards"][1:].max() < 1
+    assert scored["extra_logs"]["correct"].tolist() == [1, 0, 0]
