@@ -125,8 +125,8 @@ class RolloutCache:
         return len(self._cache), self._cache.mib
 
 
-class CacheClient:
-    """What the book-keeping of [`SpeculativeRollout`] asks of a cache, answered by the actor."""
+class CacheSize:
+    """What the ledger asks of a cache, answered by the actor."""
 
     def __init__(self, actor: Any):
         self.actor = actor
@@ -146,7 +146,8 @@ def start_cache(directory: Path, fingerprint: Fingerprint, max_mib: float, rules
         RuntimeError: the cache cannot be opened; the message says why and what to do.
     """
     options = {"name": ACTOR_NAME, "num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
-    actor = ray.remote(RolloutCache).options(**options).remote(directory, fingerprint, max_mib, rules)
+    actor_class: Any = ray.remote(RolloutCache)
+    actor = actor_class.options(**options).remote(directory, fingerprint, max_mib, rules)
     try:
         ray.get(actor.rules.remote())
     except ray.exceptions.ActorDiedError as error:

@@ -17,9 +17,10 @@ import ray
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 
-from openrlhf_integration.cache_actor import CacheClient, Rules, running_cache
+from openrlhf_integration.cache_actor import CacheSize, Rules, running_cache
 from openrlhf_integration.rollout_actor import COUNTS_KEY
-from specrl_plugins import RolloutCounts, SpeculativeRollout, VerificationGuard
+from specrl_plugins import RolloutCounts, VerificationGuard
+from specrl_plugins.ledger import RolloutLedger
 from specrl_plugins.rollout import refuse_broken_scorer
 
 logger = logging.getLogger(__name__)
@@ -46,10 +47,7 @@ class SpecSamplesGenerator(SamplesGenerator):
         super().__init__(*args, **kwargs)
         self._cache = running_cache()
         rules: Rules = ray.get(self._cache.rules.remote())
-        # The engines do the rollouts; counts, metrics and the guard are the core's own.
-        self.spec_rollout = SpeculativeRollout(
-            CacheClient(self._cache), rules.policy, rules.vocab_size, VerificationGuard(may_pause=rules.guard)
-        )
+        self.ledger = RolloutLedger(CacheSize(self._cache), VerificationGuard(may_pause=rules.guard))
         self._counts = RolloutCounts()
         self._training = True
         self._epochs = 0
@@ -73,15 +71,15 @@ class SpecSamplesGenerator(SamplesGenerator):
             self._training = True
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
-        samples, *rest = super().generate_samples(**generate_kwargs)
+        samples, pass_rate, consumed, exhausted = super().generate_samples(**generate_kwargs)
         if samples:  # else the next training step gets the metrics
-            samples = RolloutSamples(samples, self.spec_rollout.take_metrics())
-        return samples, *rest
+            samples = RolloutSamples(samples, self.ledger.take_metrics())
+        return samples, pass_rate, consumed, exhausted
 
     def _generate_vllm(
         self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: bool, **generate_kwargs: Any
     ) -> tuple[list[Experience], int, bool]:
-        ray.get(self._cache.begin.remote(self._training, self.spec_rollout.guard.paused))
+        ray.get(self._cache.begin.remote(self._training, self.ledger.guard.paused))
         self._counts = RolloutCounts()
         start = time.perf_counter()
         batch = super()._generate_vllm(dataloader_iter, num_prompts, dynamic_filtering, **generate_kwargs)
@@ -89,7 +87,7 @@ class SpecSamplesGenerator(SamplesGenerator):
             if self._counts.rows:
                 refuse_broken_scorer(self._counts)
                 share_out_seconds(self._counts, time.perf_counter() - start)
-                self.spec_rollout.observe(self._counts)
+                self.ledger.observe(self._counts)
             *_, exhausted = batch
             self._epochs += exhausted
             if exhausted:
@@ -101,7 +99,7 @@ class SpecSamplesGenerator(SamplesGenerator):
         return super()._process_response_into_experience(response, **generate_kwargs)
 
     def _warn_without_drafts(self) -> None:
-        total = self.spec_rollout.total
+        total = self.ledger.total
         if self._epochs == 2 and not total.draft_rows and not total.paused_rows:
             logger.warning(
                 "After %d epochs no prompt has come back with the same token ids, so nothing can be reused. Does the "

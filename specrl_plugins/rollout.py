@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from numpy.typing import NDArray
 
 from specrl_plugins.acceptance import ReusePolicy
-from specrl_plugins.cache import CacheError, CacheWriteError, TrajectoryCache
+from specrl_plugins.cache import CacheWriteError, TrajectoryCache
 from specrl_plugins.engine import Engine
 from specrl_plugins.guard import VerificationGuard
+from specrl_plugins.ledger import RolloutLedger
 from specrl_plugins.metrics import RolloutCounts
 from specrl_plugins.response import Response
 from specrl_plugins.trajectory import assign_slots, prompt_key
@@ -22,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 # Above this share of drafts without finite log-probs, over at least so many, something is broken.
 _NONFINITE_SHARE, _NONFINITE_ROWS = 0.5, 16
-# Batches in a row with nothing or everything reused, after which a warning is due.
-_ONE_SIDED_BATCHES = 5
 
 
 @dataclass(eq=False)
@@ -36,7 +35,7 @@ class Rollout:
     counts: RolloutCounts
 
 
-class SpeculativeRollout:
+class SpeculativeRollout(RolloutLedger):
     """Makes rollouts out of past ones.
 
     Args:
@@ -57,14 +56,11 @@ class SpeculativeRollout:
         vocab_size: int,
         guard: VerificationGuard | None = None,
     ):
+        super().__init__(cache, guard)
         self.cache = cache
         self.policy = policy
         self.vocab_size = vocab_size
-        self.guard = guard or VerificationGuard()
-        self.total = RolloutCounts()
-        self._since_taken = RolloutCounts()
         self._warned_unstored = False
-        self._one_sided = 0  # batches in a row whose drafts were all rejected, or all reused
 
     def run(
         self,
@@ -158,28 +154,6 @@ class SpeculativeRollout:
                     logger.warning("%s. Training goes on; these prompts will be sampled afresh.", error)
         self.observe(counts)
 
-    def observe(self, counts: RolloutCounts) -> None:
-        """Add up the counts of a batch that is stored; the guard looks at them."""
-        self.total += counts
-        self._since_taken += counts
-        self.guard.observe(counts)
-        self._watch(counts)
-
-    def take_metrics(self) -> dict[str, float]:
-        """Metrics of all batches stored since the last call, see [`RolloutCounts.metrics`]; empty without any.
-
-        `spec/cache_rows` (trajectories in the cache) and `spec/cache_mib` (its size on disk, MiB) come with them.
-        """
-        counts, self._since_taken = self._since_taken, RolloutCounts()
-        if not counts.rows:
-            return {}
-        metrics = counts.metrics()
-        try:
-            metrics |= {"spec/cache_rows": float(len(self.cache)), "spec/cache_mib": self.cache.mib}
-        except CacheError as error:  # a damaged file, which the next batch that is stored replaces
-            logger.warning("%s", error)
-        return metrics
-
     def _look_up(
         self, responses: list[Response], cap: int, step: int, max_context: int | None, counts: RolloutCounts
     ) -> None:
@@ -228,22 +202,6 @@ class SpeculativeRollout:
         )
         for response, continuation in zip(going, continuations, strict=True):
             response.extend(continuation, cap, until, counts)
-
-    def _watch(self, counts: RolloutCounts) -> None:
-        """Say so where reuse has silently stopped working, or nothing new is sampled any more."""
-        if not counts.verified_rows:
-            return
-        one_sided = counts.reused_tokens in (0, counts.completion_tokens)
-        self._one_sided = self._one_sided + 1 if one_sided else 0
-        if self._one_sided == _ONE_SIDED_BATCHES:
-            logger.warning(
-                "In %d batches in a row %s. %s",
-                self._one_sided,
-                "every draft was rejected from its first token on" if not counts.reused_tokens else "all was reused",
-                "Verifying is in vain: is the learning rate very high, or the scorer not the one of the cache?"
-                if not counts.reused_tokens
-                else "Nothing new is sampled: raise the refresh rate, set a carry-over limit or lower the lenience.",
-            )
 
     @staticmethod
     def _count(responses: list[Response], counts: RolloutCounts) -> None:

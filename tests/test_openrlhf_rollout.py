@@ -180,7 +180,7 @@ def test_evaluation_bypasses_the_cache(run, tmp_path):
     samples = generator.generate_eval_samples(**kwargs | dict(temperature=0.6, n_samples_per_prompt=2))
     assert len(samples) == 2 * len(PROMPTS)
     assert ray.get(running_cache().size.remote()) == before
-    assert generator.spec_rollout.total.rows == N * len(PROMPTS)
+    assert generator.ledger.total.rows == N * len(PROMPTS)
     _, metrics = epoch(generator, kwargs)  # and training goes on to read it
     assert all(m["spec/draft_hit_rate"] == 1 for m in metrics)
 
@@ -192,13 +192,13 @@ def test_what_dynamic_filtering_drops_is_stored_before(run):
     samples, pass_rate, consumed, exhausted = generator.generate_samples(**kwargs)
     assert (len(samples), pass_rate, consumed, exhausted) == (0, 0, 6, True)
     assert ray.get(running_cache().size.remote())[0] == 6 * N
-    assert generator.spec_rollout.total.rows == 6 * N
+    assert generator.ledger.total.rows == 6 * N
 
 
 def test_while_reuse_pauses_responses_are_stored_all_the_same(run):
     generator, kwargs = run()
     epoch(generator, kwargs)
-    generator.spec_rollout.guard._paused_for = 1
+    generator.ledger.guard._paused_for = 1
     batch, *_ = generator.generate_samples(**kwargs)
     assert batch.metrics["spec/paused_rate"] == 1 and batch.metrics["spec/reused_tokens"] == 0
     batch, *_ = generator.generate_samples(**kwargs)

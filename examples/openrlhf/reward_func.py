@@ -22,7 +22,7 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str], **kwa
     for query, prompt, label in zip(queries, prompts, labels, strict=True):
         row = json.loads(label)
         answers = re.findall(r"<answer>(.*?)</answer>", query[len(prompt) :], re.DOTALL)
-        score_answer = reasoning_gym.get_score_answer_fn(row["task"])
+        score_answer: Any = reasoning_gym.get_score_answer_fn(row["task"])
         rewards.append(score_answer(answers[-1].strip() if answers else None, row["problem"]))
     correct = torch.tensor(rewards, dtype=torch.float32)
     return {"rewards": correct, "scores": correct, "extra_logs": {"correct": (correct == 1).float()}}
