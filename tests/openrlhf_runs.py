@@ -19,6 +19,8 @@ import torch
 from openrlhf.trainer.ray.launcher import BaseModelActor
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor, _load_agent_executor
 from openrlhf.utils.agent import SingleTurnAgentExecutor
+from ray import PlacementGroupID
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import openrlhf_integration.rollout_actor as rollout_actor
@@ -257,6 +259,13 @@ class CpuPolicyActor(BaseModelActor):
         self.model.save_pretrained(Path(self.args.ckpt.output_dir))
 
 
+def free_placement_groups() -> None:
+    """OpenRLHF leaves those of its engines to the end of the job, which here is that of all tests."""
+    for group, state in placement_group_table().items():
+        if state["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
+
+
 def create_engines(args, actor):
     """Engines as OpenRLHF's own function makes them, of another class."""
     import openrlhf.trainer.ray.vllm_engine as engine
@@ -285,7 +294,10 @@ def train(arguments: list[str]) -> None:
         in_place_of(ppo_actor, PolicyModelActor=ray.remote(num_gpus=1)(CpuPolicyActor)),
         in_place_of(rollout_actor, SpecRolloutActor=CpuRolloutActor),
     ):
-        main(arguments)
+        try:
+            main(arguments)
+        finally:
+            free_placement_groups()
 
 
 def history(directory: Path) -> list[dict[str, float]]:

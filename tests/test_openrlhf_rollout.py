@@ -17,7 +17,7 @@ import ray
 import torch
 from openrlhf.trainer.ppo_trainer import prepare_datasets
 from openrlhf.utils import get_strategy, get_tokenizer
-from openrlhf_runs import PROMPTS, CpuRolloutActor, create_engines, flags, parse, write_files
+from openrlhf_runs import PROMPTS, CpuRolloutActor, create_engines, flags, free_placement_groups, parse, write_files
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
@@ -44,6 +44,7 @@ def engines(ray_running, tiny_model, tmp_path_factory):
     yield engines
     for engine in engines:
         ray.kill(engine)
+    free_placement_groups()
 
 
 @pytest.fixture(scope="module")
