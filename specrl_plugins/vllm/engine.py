@@ -38,49 +38,67 @@ class VLLMEngine:
         Raises:
             ValueError: the sampled distribution is not the model's plain one.
         """
-        if shaped := _shaping_settings(self.sampling_params):
-            raise ValueError(
-                f"vLLM scores the model's plain distribution, but {', '.join(shaped)} shapes the sampled one: "
-                "verify with the trainer's forward instead."
-            )
-        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        refuse_shaped(self.sampling_params)
         outputs = self._call(
-            [prompt + tokens.tolist() for prompt, tokens in zip(prompts, continuations, strict=True)], params
+            [prompt + tokens.tolist() for prompt, tokens in zip(prompts, continuations, strict=True)], scoring_params()
         )
-        scored = []
-        for output, prompt, tokens in zip(outputs, prompts, continuations, strict=True):
-            ids, logprobs = _flat(output.prompt_logprobs, start=len(prompt))
-            if not np.array_equal(ids, tokens):
-                raise RuntimeError("vLLM returned prompt log-probs of other tokens than those it was asked to score.")
-            scored.append(logprobs)
-        return scored
+        return [
+            scores(output, prompt, tokens)
+            for output, prompt, tokens in zip(outputs, prompts, continuations, strict=True)
+        ]
 
     def generate(self, contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
         """See [`Engine.generate`]."""
-        params = []
-        for budget in budgets:
-            row = self.sampling_params.clone()
-            row.max_tokens = budget
-            row.logprobs = 0
-            row.flat_logprobs = True
-            row.detokenize = False  # nobody reads the text: the trainer decodes the ids itself
-            params.append(row)
-        continuations = []
-        for output in self._call(contexts, params):
-            completion = output.outputs[0]
-            ids, logprobs = _flat(completion.logprobs)
-            tokens = np.asarray(completion.token_ids, np.int32)
-            if not np.array_equal(ids, tokens):
-                raise RuntimeError("vLLM returned log-probs of other tokens than those it sampled.")
-            finish_reason = "stop" if completion.finish_reason == "stop" else "length"
-            continuations.append(Continuation(tokens, logprobs, finish_reason))
-        return continuations
+        params = [continuing_params(self.sampling_params, budget) for budget in budgets]
+        return [continuation(output) for output in self._call(contexts, params)]
 
     def _call(
         self, contexts: Sequence[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[RequestOutput]:
         requests = [{"prompt_token_ids": context} for context in contexts]
         return self.llm.generate(requests, sampling_params=params, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def scoring_params() -> SamplingParams:
+    """How to ask for the log-probs of a given sequence. vLLM insists on generating one token more."""
+    return SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+
+
+def scores(output: RequestOutput, prompt: list[int], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Log-probs, nats, of shape `(tokens,)`, of what follows the prompt, out of the answer to [`scoring_params`]."""
+    ids, logprobs = _flat(output.prompt_logprobs, start=len(prompt))
+    if not np.array_equal(ids, tokens):
+        raise RuntimeError("vLLM returned prompt log-probs of other tokens than those it was asked to score.")
+    return logprobs
+
+
+def continuing_params(sampling_params: SamplingParams, budget: int) -> SamplingParams:
+    """How to ask for at most `budget` tokens, sampled as given, with their log-probs."""
+    params = sampling_params.clone()
+    params.max_tokens = budget
+    params.logprobs = 0
+    params.flat_logprobs = True
+    params.detokenize = False  # nobody reads the text: the trainer decodes the ids itself
+    return params
+
+
+def continuation(output: RequestOutput) -> Continuation:
+    """What vLLM generated, out of the answer to [`continuing_params`]."""
+    completion = output.outputs[0]
+    ids, logprobs = _flat(completion.logprobs)
+    tokens = np.asarray(completion.token_ids, np.int32)
+    if not np.array_equal(ids, tokens):
+        raise RuntimeError("vLLM returned log-probs of other tokens than those it sampled.")
+    return Continuation(tokens, logprobs, "stop" if completion.finish_reason == "stop" else "length")
+
+
+def refuse_shaped(sampling_params: SamplingParams) -> None:
+    """Raise `ValueError` where the sampled distribution is not the model's plain one."""
+    if shaped := _shaping_settings(sampling_params):
+        raise ValueError(
+            f"vLLM scores the model's plain distribution, but {', '.join(shaped)} shapes the sampled one: "
+            "verify with the trainer's forward instead."
+        )
 
 
 def _shaping_settings(params: SamplingParams) -> list[str]:

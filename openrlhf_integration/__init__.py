@@ -1,0 +1,1 @@
+"""Speculative rollouts for OpenRLHF: `python -m openrlhf_integration.train_ppo_ray --use_spec_rollout ...`."""

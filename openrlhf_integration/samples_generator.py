@@ -1,0 +1,119 @@
+"""OpenRLHF's samples generator, which also tells the cache what a batch is for and adds up what came of it.
+
+Overridden, of `SamplesGenerator` (openrlhf 0.11.2, `openrlhf/trainer/ppo_utils/samples_generator.py`):
+
+- `generate_samples`, `generate_eval_samples`: whether a batch is for training.
+- `_generate_vllm`: encloses a batch of prompts, with its dynamic filtering.
+- `_process_response_into_experience`: sees every response, before filtering drops it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import ray
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+
+from openrlhf_integration.cache_actor import CacheSize, Rules, running_cache
+from openrlhf_integration.rollout_actor import COUNTS_KEY
+from specrl_plugins import RolloutCounts, VerificationGuard
+from specrl_plugins.ledger import RolloutLedger
+from specrl_plugins.rollout import refuse_broken_scorer
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutSamples(list[Experience]):
+    """Samples for one training step, with the metrics of the rollouts behind them.
+
+    So the metrics reach the trainer together with the samples, be it in this process or through a queue.
+    """
+
+    def __init__(self, samples: list[Experience], metrics: dict[str, float]):
+        super().__init__(samples)
+        self.metrics = metrics
+
+    def __reduce__(self) -> tuple:
+        return RolloutSamples, (list(self), self.metrics)
+
+
+class SpecSamplesGenerator(SamplesGenerator):
+    """[`SamplesGenerator`] whose engines reuse past responses. Takes the same arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._cache = running_cache()
+        rules: Rules = ray.get(self._cache.rules.remote())
+        self.ledger = RolloutLedger(CacheSize(self._cache), VerificationGuard(may_pause=rules.guard))
+        self._counts = RolloutCounts()
+        self._training = True
+        self._epochs = 0
+
+    @classmethod
+    def in_place_of(cls, generator: SamplesGenerator) -> SpecSamplesGenerator:
+        """One with the same data, tokenizer and engines."""
+        return cls(
+            strategy=generator.strategy,
+            prompts_dataloader=generator.prompts_dataloader,
+            eval_dataloader=generator.eval_dataloader,
+            tokenizer=generator.tokenizer,
+            vllm_engines=generator.vllm_engines,
+        )
+
+    def generate_eval_samples(self, **generate_kwargs: Any) -> list[Experience]:
+        self._training = False
+        try:
+            return super().generate_eval_samples(**generate_kwargs)
+        finally:
+            self._training = True
+
+    def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
+        samples, pass_rate, consumed, exhausted = super().generate_samples(**generate_kwargs)
+        if samples:  # else the next training step gets the metrics
+            samples = RolloutSamples(samples, self.ledger.take_metrics())
+        return samples, pass_rate, consumed, exhausted
+
+    def _generate_vllm(
+        self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: bool, **generate_kwargs: Any
+    ) -> tuple[list[Experience], int, bool]:
+        ray.get(self._cache.begin.remote(self._training, self.ledger.guard.paused))
+        self._counts = RolloutCounts()
+        start = time.perf_counter()
+        batch = super()._generate_vllm(dataloader_iter, num_prompts, dynamic_filtering, **generate_kwargs)
+        if self._training:
+            if self._counts.rows:
+                refuse_broken_scorer(self._counts)
+                share_out_seconds(self._counts, time.perf_counter() - start)
+                self.ledger.observe(self._counts)
+            *_, exhausted = batch
+            self._epochs += exhausted
+            if exhausted:
+                self._warn_without_drafts()
+        return batch
+
+    def _process_response_into_experience(self, response: dict[str, Any], **generate_kwargs: Any) -> Experience:
+        self._counts += response.pop(COUNTS_KEY)
+        return super()._process_response_into_experience(response, **generate_kwargs)
+
+    def _warn_without_drafts(self) -> None:
+        total = self.ledger.total
+        if self._epochs == 2 and not total.draft_rows and not total.paused_rows:
+            logger.warning(
+                "After %d epochs no prompt has come back with the same token ids, so nothing can be reused. Does the "
+                "data set or the agent change its prompts, or change the sampling parameters?",
+                self._epochs,
+            )
+
+
+def share_out_seconds(counts: RolloutCounts, wall_s: float) -> None:
+    """Make the stages of a batch add up to its `wall_s` seconds, in the proportion of what its requests spent in each.
+
+    Many requests are in flight at once, so that their own seconds add up to far more than passed.
+    """
+    stages = ("lookup_s", "verify_s", "generate_s", "store_s")
+    spent = sum(getattr(counts, stage) for stage in stages)
+    for stage in stages:
+        setattr(counts, stage, getattr(counts, stage) * wall_s / spent)
