@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(".demo"), help="where models, logs and the chart go")
     parser.add_argument("--model", help="another model than SmolLM2-135M-Instruct")
-    parser.add_argument("--prompts", type=int, default=10, help="different prompts")
+    parser.add_argument("--prompts", type=int, default=12, help="different prompts")
     parser.add_argument("--rows", type=int, default=8, help="responses an optimizer step, four to a prompt")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--cap", type=int, default=32, help="most tokens of a response")
