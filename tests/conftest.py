@@ -15,7 +15,6 @@ from specrl_plugins import Fingerprint, Trajectory, prompt_key
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # Ray's worker processes import the helpers of the tests, and stand-ins for flash-attn, which has no build for a CPU.
 _paths = [str(Path(__file__).parent), str(Path(__file__).parent / "shims")]
 sys.path.append(_paths[1])

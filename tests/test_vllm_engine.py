@@ -27,6 +27,7 @@ def llm(tiny_model):
         enforce_eager=True,
         dtype="float32",
         logprobs_mode="processed_logprobs",
+        kv_cache_memory_bytes=64 << 20,
     )
 
 

@@ -22,6 +22,7 @@ def repair() -> None:
     # A CPU engine refuses the sleep option, though its sleep and wake-up are there (and free nothing).
     @functools.wraps(engine)
     def cpu_engine(*args: Any, enable_sleep_mode: bool = False, **kwargs: Any) -> Any:
-        return engine(*args, dtype="float32", enforce_eager=True, **kwargs)
+        # Engines of earlier tests stay in memory: each gets as little KV cache as the tiny model needs.
+        return engine(*args, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=64 << 20, **kwargs)
 
     generation.LLM = cpu_engine
