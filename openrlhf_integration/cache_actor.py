@@ -66,6 +66,7 @@ class RolloutCache:
 
     def __init__(self, directory: Path, fingerprint: Fingerprint, max_mib: float, rules: Rules):
         self._cache = TrajectoryCache(directory, fingerprint, max_mib)
+        self._cache.claim()
         self._rules = rules
         self._policy_step = 0  # optimizer steps behind the weights that the engines have
         self._training = False

@@ -22,7 +22,7 @@ def llm(tiny_model):
     vllm_cpu.repair()
     return LLM(
         model=tiny_model,
-        max_model_len=64,
+        max_model_len=256,
         gpu_memory_utilization=0.2,
         enforce_eager=True,
         dtype="float32",
@@ -91,6 +91,21 @@ def test_a_rollout_continues_from_the_prefix_that_scoring_left_in_the_kv_cache(l
     assert rollout.counts.reused_tokens and rollout.counts.generated_tokens
     for response in rollout.responses:
         np.testing.assert_allclose(response.logprobs, plain(policy, response.prompt, response.tokens), atol=1e-4)
+
+
+def test_scoring_leaves_the_prefix_in_the_kv_cache_for_the_continuation(llm):
+    assert llm.reset_prefix_cache()
+    prompt, draft = [5, 6, 7], np.random.default_rng(1).integers(4, 48, 200).astype(np.int32)
+    request = [{"prompt_token_ids": prompt + draft[:180].tolist()}]
+    params = engine(llm, max_tokens=1).sampling_params
+
+    def cached_tokens():
+        return llm.generate(request, sampling_params=params, use_tqdm=False)[0].num_cached_tokens
+
+    engine(llm).score([prompt], [draft])
+    assert cached_tokens() >= 128  # the whole blocks of it: a CPU build's hold 128 tokens
+    assert llm.reset_prefix_cache()
+    assert cached_tokens() == 0
 
 
 def test_a_prefix_cache_that_cannot_be_reset_is_an_error(llm):
