@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from specrl_plugins import report
+
 pytest.importorskip("trl")
 pytest.importorskip("reasoning_gym")
 
@@ -16,6 +18,19 @@ pytestmark = [pytest.mark.trl, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = "accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --cpu"
+
+
+def test_the_demo_trains_twice_and_compares(tiny_model, tmp_path):
+    command = [sys.executable, "-m", "examples.demo", "--output", str(tmp_path), "--model", tiny_model]
+    command += ["--prompts", "4", "--epochs", "3", "--cap", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"plain / reuse .*\dx", done.stdout)
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    plain, reuse = (report.load(tmp_path / name) for name in ("plain", "reuse"))
+    assert [record["reward"] for record in plain[:2]] == [record["reward"] for record in reuse[:2]]  # the first epoch
+    assert sum(record["generated"] for record in reuse) < sum(record["generated"] for record in plain)
+    assert all(record["rollout_s"] > 0 for record in plain + reuse)
 
 
 @pytest.mark.parametrize("launcher", [[], ["-m", *LAUNCH.split()]], ids=["python", "accelerate"])
