@@ -81,8 +81,7 @@ def epoch(generator, kwargs):
         batch, _, _, exhausted = generator.generate_samples(**kwargs)
         samples += batch
         metrics += [batch.metrics] if batch else []
-    cache = running_cache()
-    ray.get(cache.policy_is.remote(1))
+    ray.get(running_cache().policy_is.remote(generator._epochs))
     return samples, metrics
 
 
@@ -157,12 +156,12 @@ def test_an_agent_reuses_its_first_turn(run, policy, tmp_path):
 def test_responses_that_fill_the_context_are_reused_too(run, policy):
     generator, kwargs = run(rule="full", rollout__max_new_tokens=None)
     kwargs["max_new_tokens"] = None
-    epoch(generator, kwargs)
-    samples, metrics = epoch(generator, kwargs)
-    assert {int(s.total_length) for s in samples if s.truncated} == {64}
+    first, _ = epoch(generator, kwargs)
+    assert {int(s.total_length) for s in first if s.truncated} == {64}
+    _, metrics = epoch(generator, kwargs)
     # vLLM cannot score a sequence that leaves no room: the last token is sampled again.
     assert sum(m["spec/dropped_drafts"] for m in metrics) == 0
-    assert sum(m["spec/generated_tokens"] for m in metrics) == sum(bool(s.truncated) for s in samples)
+    assert sum(m["spec/generated_tokens"] for m in metrics) == sum(bool(s.truncated) for s in first) > 0
 
 
 def test_a_prompt_twice_in_a_batch_has_slots_of_its_own(run, policy):
