@@ -113,8 +113,8 @@ class ReusePolicy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", ReuseRule(self.rule))
-        if np.isnan(self.log_lenience):
-            raise ValueError("log_lenience is not a number")
+        if not isinstance(self.log_lenience, int | float) or np.isnan(self.log_lenience):
+            raise ValueError(f"log_lenience is a number of nats, not {self.log_lenience!r}")
         if not 0.0 <= self.refresh_rate <= 1.0:
             raise ValueError(f"refresh_rate is a share of rows, between 0 and 1, not {self.refresh_rate}")
         if self.carry_limit is not None and (self.carry_limit < 1 or self.carry_limit != int(self.carry_limit)):

@@ -381,6 +381,7 @@ def test_rollout_functions_are_refused(tiny_model, tmp_path):
         (dict(spec_cache_max_mib=None), "spec_cache_max_mib"),
         (dict(spec_carry_limit=2.5), "carry_limit"),
         (dict(spec_log_lenience=float("nan")), "log_lenience"),
+        (dict(spec_log_lenience="abc"), "log_lenience"),
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path, changes, named):

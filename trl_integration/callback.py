@@ -98,7 +98,7 @@ class SpecRolloutCallback(RunLog):
     ) -> None:
         core = self.trainer.spec_rollout
         if state.is_world_process_zero and core.total.completion_tokens:
-            print(summary(core.total, core.guard.plain_cost))
+            print("\n" + summary(core.total, core.guard.plain_cost))  # a progress bar may still have the line
         core.cache.release()
 
 

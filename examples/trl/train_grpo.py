@@ -9,7 +9,7 @@ turns reuse on. Every other flag is TRL's.
         --per_device_train_batch_size 64 --max_completion_length 512 --learning_rate 1e-6 \
         --use_spec_rollout true --report_to wandb
 
-The same through `accelerate launch`.
+The same through `accelerate launch --num_processes 1`. The tasks come from the package `reasoning-gym`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import reasoning_gym
 from datasets import Dataset
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import ModelConfig, TrlParser
 
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer
 
@@ -58,7 +58,6 @@ def main(task: TaskArguments, args: SpecGRPOConfig, model: ModelConfig) -> None:
         args=args,
         reward_funcs=correctness,
         train_dataset=dataset,
-        peft_config=get_peft_config(model),
     )
     trainer.train()
     trainer.save_model(args.output_dir)
