@@ -88,8 +88,10 @@ class SpeculativeRollout(RolloutLedger):
                 Says of each halted response whether it goes on; one that does not is finished as `pruned`.
 
         Raises:
-            ValueError: most drafts have log-probs that are not finite, so the scorer is broken.
+            ValueError: `pause_at` is below 1, or most drafts have log-probs that are not finite: a broken scorer.
         """
+        if pause_at is not None and pause_at < 1:
+            raise ValueError(f"pause_at is a length of at least 1 token, not {pause_at}: a response is never empty")
         counts = RolloutCounts(rows=len(prompts))
         keys = [prompt_key(prompt) for prompt in prompts]
         responses = [

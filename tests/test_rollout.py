@@ -576,6 +576,11 @@ def test_paused_guard_looks_nothing_up_but_goes_on_storing(tmp_path):
     assert rollout.cache.stats().oldest_step == 3
 
 
+def test_halting_before_the_first_token_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="pause_at"):
+        speculative(tmp_path).run(TabularEngine(OLD), PROMPTS, 12, step=1, pause_at=0, keep=lambda halted: [])
+
+
 def test_a_batch_of_the_same_step_is_no_draft(tmp_path):
     rollout = speculative(tmp_path, rule="full")
     engine = TabularEngine(OLD)
