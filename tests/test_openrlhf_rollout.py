@@ -154,7 +154,9 @@ def test_an_agent_reuses_its_first_turn(run, policy, tmp_path):
 
 
 def test_responses_that_fill_the_context_are_reused_too(run, policy):
-    generator, kwargs = run(rule="full", rollout__max_new_tokens=None)
+    # Little room is left after such prompts, so that many responses reach the end of the context before they stop.
+    prompts = ["+".join([str(n)] * 28) for n in range(6)]
+    generator, kwargs = run(rule="full", rollout__max_new_tokens=None, prompts=prompts)
     kwargs["max_new_tokens"] = None
     first, _ = epoch(generator, kwargs)
     assert {int(s.total_length) for s in first if s.truncated} == {64}
