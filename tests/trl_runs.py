@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import AutoTokenizer
 
@@ -71,12 +72,15 @@ class Checked:
         if not self.model.training:
             return output
         self.checked_rows = getattr(self, "checked_rows", 0)
-        keys = []
         eos = set(self.eos_token_ids)
-        for row in range(len(output["prompt_ids"])):
-            prompt = output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()
-            keys.append(prompt_key(prompt))
-            (stored,) = self.spec_rollout.cache.get_many([(keys[-1], keys.count(keys[-1]) - 1)])
+        prompts = [
+            ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"], strict=True)
+        ]
+        keys = gather_object([prompt_key(prompt) for prompt in prompts])  # of all ranks
+        for row, prompt in enumerate(prompts):
+            place = self.accelerator.process_index * len(prompts) + row
+            slot = keys[:place].count(keys[place])
+            (stored,) = self.spec_rollout.cache.get_many([(keys[place], slot)])
             ids = stored.tokens.tolist()
             # What the trainer received is what was stored: never over the cap, one end token at the most, at the end.
             received = output["completion_ids"][row]

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from specrl_plugins import ReuseRule, RolloutCounts
+from specrl_plugins.ranks import leads_node
 from specrl_plugins.report import RUN_LOG
 from trl_integration.checks import warm_share
 
@@ -49,19 +50,12 @@ class SpecRolloutCallback(RunLog):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         core = self.trainer.spec_rollout
-        core.cache.claim()
         core.total = RolloutCounts()  # of this run: the trainer may have trained before
         self._first_epoch = state.epoch or 0.0
-        # A killed run leaves trajectories newer than its checkpoint, and an earlier run in the same directory leaves
-        # all of its own: step numbers begin anew, so they would pass for newer than they are.
-        forgotten = core.cache.rewind(state.global_step)
-        if forgotten:
-            logger.warning(
-                "%d trajectories in %s are newer than step %d, where training starts, and were forgotten.",
-                forgotten,
-                core.cache.directory,
-                state.global_step,
-            )
+        if leads_node(core.ranks):
+            core.cache.claim()
+            self._rewind(state.global_step)
+        core.ranks.gather(None)  # nobody looks anything up before
         if not state.is_world_process_zero:
             return
         policy, share = core.policy, warm_share(self.trainer, self._first_epoch)
@@ -74,6 +68,18 @@ class SpecRolloutCallback(RunLog):
             f"Trajectory cache: {core.cache.directory} ({len(core.cache)} trajectories)"
             + ("." if share is None else f"; {share:.0%} of the rollouts come after the first epoch and can reuse it.")
         )
+
+    def _rewind(self, step: int) -> None:
+        # A killed run leaves trajectories newer than its checkpoint, and an earlier run in the same directory leaves
+        # all of its own: step numbers begin anew, so they would pass for newer than they are.
+        cache = self.trainer.spec_rollout.cache
+        if forgotten := cache.rewind(step):
+            logger.warning(
+                "%d trajectories in %s are newer than step %d, where training starts, and were forgotten.",
+                forgotten,
+                cache.directory,
+                step,
+            )
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any

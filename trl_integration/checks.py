@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import nn
 
@@ -80,8 +79,6 @@ def _unsupported_settings(args: Any) -> Iterator[str]:
             f"`generation_kwargs={args.generation_kwargs}`: they may change what is sampled in ways that are not "
             "scored."
         )
-    if args.world_size > 1:
-        yield f"{args.world_size} processes: samples of a prompt move between them. Train in one process."
 
 
 def _unsupported_parts(trainer: Any) -> Iterator[str]:
@@ -95,10 +92,6 @@ def _unsupported_parts(trainer: Any) -> Iterator[str]:
         for name, value in trainer.model.generation_config.to_diff_dict().items():
             if value and name not in _NOT_SHAPING and not name.startswith(("_", "output_")):
                 yield f"`{name}={value}` in the model's `generation_config`: it may change what is sampled. Unset it."
-    if is_peft_model(trainer.model):
-        yield "a PEFT model: its adapters are merged for the engine only, so scores may be of another model."
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        yield "a sharded model (DeepSpeed, FSDP): train without sharding."
 
 
 def epochs(trainer: Any) -> float | None:
@@ -110,6 +103,7 @@ def epochs(trainer: Any) -> float | None:
         return args.num_train_epochs
     prompts_a_step = (
         args.per_device_train_batch_size
+        * args.world_size
         * args.gradient_accumulation_steps
         / (args.num_generations * args.num_iterations)
     )

@@ -117,9 +117,14 @@ class SpecRolloutArguments:
             seed=self.seed,  # type: ignore[attr-defined]
         )
 
-    def cache_directory(self) -> Path:
-        """Folder of the trajectory cache."""
-        return Path(self.spec_cache_dir or Path(self.output_dir) / "spec_cache")  # type: ignore[attr-defined]
+    def cache_directory(self, node: int = 0) -> Path:
+        """Folder of the trajectory cache of a node: SQLite does not work over network file systems.
+
+        Args:
+            node (`int`, *optional*, defaults to 0): number of the node; those after the first have it in the name.
+        """
+        directory = Path(self.spec_cache_dir or Path(self.output_dir) / "spec_cache")  # type: ignore[attr-defined]
+        return directory.with_name(f"{directory.name}-node{node}") if node else directory
 
 
 @dataclass

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer, RLOOTrainer
@@ -34,6 +35,7 @@ from specrl_plugins.fingerprint import content_hash
 from trl_integration.callback import SpecRolloutCallback
 from trl_integration.checks import UnsupportedSetting, check_config, check_trainer, warn_of_little_use
 from trl_integration.config import SpecRolloutArguments
+from trl_integration.ranks import EngineRanks, TrainingRanks
 from trl_integration.sampling import recorded_generate
 
 if TYPE_CHECKING:
@@ -81,17 +83,24 @@ class SpecRolloutMixin:
         super().__init__(*args, **kwargs)
         check_trainer(self)
         warn_of_little_use(self)
-        fingerprint = self._fingerprint()
+        fingerprint, ranks = self._fingerprint(), TrainingRanks(self.accelerator)
+        directory = config.cache_directory(ranks.nodes[ranks.index])
         self.spec_rollout = SpeculativeRollout(
-            cache=TrajectoryCache(config.cache_directory(), fingerprint, config.spec_cache_max_mib),
+            cache=TrajectoryCache(directory, fingerprint, config.spec_cache_max_mib),
             policy=config.reuse_policy(),
             vocab_size=fingerprint.vocab_size,
             guard=VerificationGuard(may_pause=config.spec_guard),
+            ranks=ranks,
         )
         if self.use_vllm:
             from specrl_plugins.vllm import InterceptedLLM
 
-            self.vllm_generation.llm = InterceptedLLM(self.vllm_generation.llm)
+            shared = self.vllm_generation.tensor_parallel_size > 1
+            self.vllm_generation.llm = InterceptedLLM(
+                self.vllm_generation.llm, EngineRanks(self.vllm_generation.tp_group) if shared else None
+            )
+        model = self.accelerator.unwrap_model(self.model)
+        self._adapters = _adapters(model) if is_peft_model(model) else None
         self.add_callback(SpecRolloutCallback(self))
 
     def _fingerprint(self) -> Fingerprint:
@@ -143,9 +152,11 @@ class SpecRolloutMixin:
 
             def generate(contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
                 model = self.accelerator.unwrap_model(self.model_wrapped)
+                # Other ranks generate: a sharded model needs all of them.
+                rows, budgets = (contexts, budgets) if contexts else ([[self._tokenizer.pad_token_id]], [1])
                 with recorded_generate(model, budgets, self.eos_token_ids, self.temperature) as recorder:
-                    single_turn(list(contexts))
-                return recorder.continuations()
+                    single_turn(list(rows))
+                return recorder.continuations()[: len(contexts)]
 
             return core.run(_TrainerEngine(self, generate), prompts, cap, step)
 
@@ -168,29 +179,32 @@ class SpecRolloutMixin:
     ) -> list[NDArray[np.float32]]:
         """Log-probs of continuations by the trainer's forward, see [`specrl_plugins.Engine.score`].
 
-        In batches of `per_device_train_batch_size` rows of similar length, so that little is padded.
+        In batches of `per_device_train_batch_size` rows of similar length, so that little is padded; as many on each
+        rank, since a sharded model needs all ranks for a forward.
         """
+        assert self.spec_rollout is not None
         device, pad_id = self.accelerator.device, self._tokenizer.pad_token_id
         lengths = [len(prompt) + len(tokens) for prompt, tokens in zip(prompts, continuations, strict=True)]
         order = np.argsort(lengths, kind="stable")
         scored: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(prompts)
         size = self.args.per_device_train_batch_size
+        batches = [order[start : start + size].tolist() for start in range(0, len(order), size)]
+        most = max(self.spec_rollout.ranks.gather(len(batches)))
+        batches += [[]] * (most - len(batches))
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            for start in range(0, len(order), size):
-                rows = order[start : start + size].tolist()
-                left = _pad([prompts[row] for row in rows], pad_id, "left", device)
-                right = _pad([continuations[row] for row in rows], pad_id, "right", device)
-                mask = torch.cat(
-                    [
-                        _pad([np.ones(len(prompts[row])) for row in rows], 0, "left", device),
-                        _pad([np.ones(len(continuations[row])) for row in rows], 0, "right", device),
-                    ],
-                    1,
-                )
+            for rows in batches:
+                left = [prompts[row] for row in rows] or [[pad_id]]
+                right = [continuations[row] for row in rows] or [[pad_id]]
+                ids = [_pad(left, pad_id, "left", device), _pad(right, pad_id, "right", device)]
+                mask = [
+                    _pad([np.ones(len(row)) for row in left], 0, "left", device),
+                    _pad([np.ones(len(row)) for row in right], 0, "right", device),
+                ]
                 logprobs, _, _ = super()._get_per_token_logps_and_entropies(
-                    self.model, torch.cat([left, right], 1), mask, right.size(1)
+                    self.model, torch.cat(ids, 1), torch.cat(mask, 1), ids[1].size(1)
                 )
-                for row, line in zip(rows, logprobs.float().cpu().numpy(), strict=True):
+                lines = logprobs.float().cpu().numpy()
+                for row, line in zip(rows, lines[: len(rows)], strict=True):
                     scored[row] = line[: len(continuations[row])]
         return scored
 
@@ -208,7 +222,7 @@ class SpecRolloutMixin:
         if (
             self._rollout is None
             or self._scored is not None
-            or model is not self.model
+            or not self._is_policy(model)
             or self.args.spec_verifier != "trainer"
         ):
             return forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
@@ -220,20 +234,30 @@ class SpecRolloutMixin:
         for row, response in enumerate(responses):
             if response.reused_whole:
                 logprobs[row, : len(response.tokens)] = torch.from_numpy(response.logprobs).to(device)
-        unknown = [row for row, response in enumerate(responses) if not response.reused_whole]
-        if unknown:
+        known = [row for row, response in enumerate(responses) if response.reused_whole]
+        rows = [row for row, response in enumerate(responses) if not response.reused_whole]
+        # A sharded model needs all ranks for a forward: each computes as many rows as the one with most to compute.
+        again = known[: max(self.spec_rollout.ranks.gather(len(rows))) - len(rows)]
+        if rows := rows + again:
             mask = torch.cat([attention_mask[:, :-logits_to_keep], wanted], 1)
-            computed, _, _ = forward(model, input_ids[unknown], mask[unknown], logits_to_keep, *args, **kwargs)
-            logprobs[unknown] = computed.float()
-        self._count_spared(self._rollout)
+            computed, _, _ = forward(model, input_ids[rows], mask[rows], logits_to_keep, *args, **kwargs)
+            logprobs[rows] = computed.float()
+        self._count_spared(self._rollout, known[len(again) :])
         self._scored = [line[:length] for line, length in zip(logprobs.cpu().numpy(), lengths.tolist(), strict=True)]
         return logprobs * attention_mask[:, -logits_to_keep:], None, None
 
+    def _is_policy(self, model: Any) -> bool:
+        """Whether it is the policy: TRL has a PEFT model be its own reference, by switching its adapter."""
+        if model is not self.model:
+            return False
+        model = self.accelerator.unwrap_model(model)
+        return not is_peft_model(model) or _adapters(model) == self._adapters
+
     @staticmethod
-    def _count_spared(rollout: Rollout) -> None:
+    def _count_spared(rollout: Rollout, rows: list[int]) -> None:
         """Rows handed back spare their share of the seconds that verifying took."""
         verified = [r for r in rollout.responses if r.draft is not None]
-        spared = sum(len(r.prompt) + len(r.tokens) for r in verified if r.reused_whole)
+        spared = sum(len(r.prompt) + len(r.tokens) for r in (rollout.responses[row] for row in rows))
         if spared:
             scored = sum(len(r.prompt) + len(r.draft_tokens) for r in verified)
             rollout.counts.spared_s += rollout.counts.verify_s * spared / scored
@@ -244,7 +268,9 @@ class SpecRolloutMixin:
             weights = self.reward_weights.to(rewards_per_func.device)
             rewards = (rewards_per_func * weights).nansum(1)
             rewards[rewards_per_func.isnan().all(1)] = torch.nan
-            self._rewards = rewards.tolist()
+            rows = len(self._rollout.responses)  # TRL gathers the rewards of all ranks
+            start = self.accelerator.process_index * rows
+            self._rewards = rewards[start : start + rows].tolist()
         return rewards_per_func
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -271,6 +297,12 @@ class SpecRolloutMixin:
             for name, value in self.spec_rollout.take_metrics().items():
                 self._metrics["train"][name].append(value)
         super().log(logs, start_time)
+
+
+def _adapters(model: Any) -> tuple[bool, list[str]]:
+    """Whether adapters of a PEFT model are in use, and which."""
+    status = model.get_model_status()
+    return status.enabled, status.active_adapters
 
 
 def _pad(rows: Sequence[Any], value: int, side: str, device: torch.device) -> torch.Tensor:

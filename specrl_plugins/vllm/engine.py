@@ -10,6 +10,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
 
 from specrl_plugins.engine import Continuation
+from specrl_plugins.ranks import OneRank, Ranks, own_rows
 
 
 class VLLMEngine:
@@ -21,11 +22,14 @@ class VLLMEngine:
     Args:
         llm (`LLM`): awake, with the current weights.
         sampling_params (`SamplingParams`): how to sample; its `max_tokens` is replaced by each row's budget.
+        ranks (`Ranks`, *optional*): the processes that share the engine, where it is tensor-parallel: they send it the
+            requests of all of them, in the same order, and each keeps the answers to its own. Defaults to this one.
     """
 
-    def __init__(self, llm: LLM, sampling_params: SamplingParams):
+    def __init__(self, llm: LLM, sampling_params: SamplingParams, ranks: Ranks | None = None):
         self.llm = llm
         self.sampling_params = sampling_params
+        self.ranks = ranks or OneRank()
 
     @property
     def max_context(self) -> int:
@@ -40,7 +44,8 @@ class VLLMEngine:
         """
         refuse_shaped(self.sampling_params)
         outputs = self._call(
-            [prompt + tokens.tolist() for prompt, tokens in zip(prompts, continuations, strict=True)], scoring_params()
+            [prompt + tokens.tolist() for prompt, tokens in zip(prompts, continuations, strict=True)],
+            [scoring_params() for _ in prompts],
         )
         return [
             scores(output, prompt, tokens)
@@ -52,11 +57,17 @@ class VLLMEngine:
         params = [continuing_params(self.sampling_params, budget) for budget in budgets]
         return [continuation(output) for output in self._call(contexts, params)]
 
-    def _call(
-        self, contexts: Sequence[list[int]], params: SamplingParams | list[SamplingParams]
-    ) -> list[RequestOutput]:
-        requests = [{"prompt_token_ids": context} for context in contexts]
-        return self.llm.generate(requests, sampling_params=params, use_tqdm=False)  # type: ignore[arg-type]
+    def _call(self, contexts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        gathered = self.ranks.gather(list(zip(contexts, params, strict=True)))
+        requests = [request for part in gathered for request in part]
+        if not requests:
+            return []
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": context} for context, _ in requests],
+            sampling_params=[params for _, params in requests],
+            use_tqdm=False,
+        )
+        return outputs[own_rows(self.ranks, gathered)]
 
 
 def scoring_params() -> SamplingParams:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from vllm import LLM, RequestOutput, SamplingParams
 
+from specrl_plugins.ranks import Ranks
 from specrl_plugins.vllm.engine import VLLMEngine
 
 T = TypeVar("T")
@@ -24,13 +25,15 @@ class InterceptedLLM:
 
     Args:
         llm (`LLM`): the engine to stand in for.
+        ranks (`Ranks`, *optional*): the processes that share it, where it is tensor-parallel. Defaults to this one.
 
     Attributes:
         framework_s (`float`): seconds that the framework's calls took beside our work, summed over all of them.
     """
 
-    def __init__(self, llm: LLM):
+    def __init__(self, llm: LLM, ranks: Ranks | None = None):
         self._llm = llm
+        self._ranks = ranks
         self.framework_s = 0.0
         self._work: Callable[[VLLMEngine], None] | None = None
 
@@ -72,7 +75,7 @@ class InterceptedLLM:
         if not isinstance(sampling_params, SamplingParams):
             raise TypeError("expected one SamplingParams for the whole batch")
         work, self._work = self._work, None
-        work(VLLMEngine(self._llm, sampling_params))
+        work(VLLMEngine(self._llm, sampling_params, self._ranks))
         return []
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:

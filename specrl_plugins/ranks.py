@@ -1,0 +1,51 @@
+"""The processes that train together, and what they have to agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The processes that train together. Every rank makes the same calls, in the same order, or all of them wait.
+
+    Attributes:
+        index (`int`): number of this rank, from 0.
+        nodes (`Sequence[int]` of length `ranks`): number of the node that each rank runs on, from 0.
+    """
+
+    index: int
+    nodes: Sequence[int]
+
+    def gather(self, mine: T) -> list[T]:
+        """What each rank has, in the order of ranks. Returns once all have called it."""
+        ...
+
+
+class OneRank:
+    """A process that trains alone."""
+
+    index = 0
+    nodes = (0,)
+
+    def gather(self, mine: T) -> list[T]:
+        """See [`Ranks.gather`]."""
+        return [mine]
+
+
+def leads_node(ranks: Ranks) -> bool:
+    """Whether this rank is the first one of its node."""
+    return ranks.nodes.index(ranks.nodes[ranks.index]) == ranks.index
+
+
+def own_rows(ranks: Ranks, gathered: Sequence[Sequence[object]]) -> slice:
+    """Where this rank's rows are among those of all ranks.
+
+    Args:
+        ranks (`Ranks`): the ranks.
+        gathered (`Sequence` of length `ranks`): the rows of each, as [`Ranks.gather`] returns them.
+    """
+    start = sum(len(rows) for rows in gathered[: ranks.index])
+    return slice(start, start + len(gathered[ranks.index]))

@@ -1,0 +1,175 @@
+"""TRL training in several processes, which `torchrun` starts: data-parallel, sharded, on several nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+
+from trl_runs import CheckedGRPOTrainer, build, history, settings
+
+from specrl_plugins import TrajectoryCache
+
+pytestmark = [pytest.mark.trl, pytest.mark.slow]
+
+# Two ranks of 6 rows: three prompts a step, the second of which straddles the ranks, and two steps an epoch.
+ROWS = dict(per_device_train_batch_size=6, num_train_epochs=3)
+EPOCH = 2
+SHARDED = {
+    "fsdp2": dict(
+        fsdp="full_shard auto_wrap",
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    ),
+    "zero2": dict(
+        deepspeed={
+            "zero_optimization": {"stage": 2},
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "zero_allow_untested_optimizer": True,
+        }
+    ),
+}
+
+
+def launch(model, output, runs, ranks=2, nodes=1, **environment):
+    """Train in `nodes` launchers of `ranks` processes; returns their exit codes and what the last of them printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tests = Path(__file__).parent
+    variables = os.environ | environment
+    variables |= dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    variables["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
+    launchers = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--nnodes={nodes}"),
+                *(f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}"),
+                *(str(tests / "trl_ranks.py"), model, str(output), json.dumps(runs)),
+            ],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(nodes)
+    ]
+    printed = [launcher.communicate(timeout=300)[0] for launcher in launchers]
+    return [launcher.returncode for launcher in launchers], printed[-1]
+
+
+def train(model, output, runs, ranks=2, nodes=1):
+    """As [`launch`]; returns what each rank saw of each run."""
+    codes, printed = launch(model, output, runs, ranks, nodes)
+    assert not any(codes), printed[-5000:]
+    return {
+        name: [json.loads((output / name / f"rank-{rank}.json").read_text()) for rank in range(ranks * nodes)]
+        for name in runs
+    }
+
+
+def values(seen, name):
+    return [entry[name] for entry in seen["history"] if name in entry]
+
+
+def check(ranks, epochs=3):
+    """What holds for every run: ranks agree, every draft was found, and each row was recomputed and right."""
+    first, *others = ranks
+    for rank in ranks:
+        assert rank["checked_rows"] == epochs * EPOCH * ROWS["per_device_train_batch_size"]
+        assert len(set(rank["weights"])) == 1 or "fsdp" in rank["cache"]
+    for other in others:
+        assert other["total"] == first["total"]
+    total = first["total"]
+    assert total["rows"] == epochs * 24
+    assert total["generated_tokens"] + total["reused_tokens"] == total["completion_tokens"]
+    assert sum(values(first, "spec/generated_tokens")) == total["generated_tokens"]
+    # Next epoch, prompts are on other ranks and in other groups: each of the 24 samples finds its own past.
+    assert values(first, "spec/draft_hit_rate") == [0] * EPOCH + [1] * (epochs - 1) * EPOCH
+    assert total["reused_tokens"] > 0
+    assert first["cache_rows"] == 24
+
+
+@pytest.fixture(scope="module")
+def data_parallel(tiny_model, tmp_path_factory):
+    output = tmp_path_factory.mktemp("ranks")
+    runs = {
+        "grpo": ROWS,
+        "halted": ROWS | dict(max_steps=3, save_strategy="steps", save_steps=3, shuffle_dataset=False),
+        "unaligned": ROWS | dict(steps_per_generation=2, gradient_accumulation_steps=3, per_device_train_batch_size=3),
+        "full": ROWS | dict(spec_rule="full", num_train_epochs=2, learning_rate=0.0),
+        "rloo": ROWS | dict(rloo=True, beta=0.05),
+        "lora": ROWS | dict(beta=0.05, lora=dict(r=4, target_modules=["q_proj", "v_proj"]), learning_rate=1e-2),
+    }
+    return output, train(tiny_model, output, runs)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "lora"])
+def test_every_rank_finds_what_any_rank_made(data_parallel, name):
+    check(data_parallel[1][name])
+
+
+def test_a_schedule_with_a_pass_for_old_log_probs(data_parallel):
+    """Ranks with fewer rows to compute in that pass compute as many as the others: it does not hang."""
+    first, second = data_parallel[1]["unaligned"]
+    assert first["total"] == second["total"] and first["total"]["reused_tokens"] > 0
+    assert first["weights"][0] == first["weights"][1]
+
+
+def test_a_whole_epoch_without_anything_to_generate(data_parallel):
+    first, second = data_parallel[1]["full"]
+    check([first, second], epochs=2)
+    epochs = [
+        sorted(text for rank in (first, second) for batch in rank["completions"][start:end] for text in batch)
+        for start, end in ((0, EPOCH), (EPOCH, 2 * EPOCH))
+    ]
+    assert epochs[0] == epochs[1]
+    assert values(first, "spec/generated_tokens")[EPOCH:] == [0] * EPOCH
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_models(tiny_model, tmp_path, name):
+    if name == "zero2":
+        pytest.importorskip("deepspeed")
+    check(train(tiny_model, tmp_path, {name: ROWS | SHARDED[name] | dict(num_train_epochs=2)})[name], epochs=2)
+
+
+def test_each_node_has_a_whole_cache(tiny_model, tmp_path):
+    first, second = train(tiny_model, tmp_path, {"nodes": ROWS}, ranks=1, nodes=2)["nodes"]
+    assert first["nodes"] == second["nodes"] == [0, 1]
+    check([first, second])
+    assert (first["cache"], second["cache"]) == (f"{tmp_path}/nodes/spec_cache", f"{tmp_path}/nodes/spec_cache-node1")
+    stored = []
+    for seen in (first, second):
+        with TrajectoryCache(seen["cache"]) as cache:
+            assert cache.verify() == (24, 0)
+            stored.append({(t.prompt, t.slot): (t.tokens.tolist(), t.logprobs.tolist(), t.step) for t in cache})
+    assert stored[0] == stored[1]
+    exchanged = values(first, "spec/exchanged_mib")
+    assert len(exchanged) == 3 * EPOCH and all(0 < mib < 0.01 for mib in exchanged)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(data_parallel, tiny_model):
+    """From the checkpoint of step 3 of two ranks, in one process: the slots are those of the whole batch."""
+    output, _ = data_parallel
+    args = settings(output / "halted", **ROWS | dict(per_device_train_batch_size=12, shuffle_dataset=False))
+    trainer = build(tiny_model, args, trainer=CheckedGRPOTrainer)
+    trainer.train(resume_from_checkpoint=str(output / "halted" / "checkpoint-3"))
+    assert history(trainer, "spec/draft_hit_rate") == [0, 0, 1, 1, 1, 1]
+    assert trainer.spec_rollout.total.reused_tokens > 0
+
+
+def test_when_a_rank_dies_the_others_end_and_the_cache_is_sound(tiny_model, tmp_path):
+    codes, printed = launch(tiny_model, tmp_path, {"killed": ROWS}, DIES_AT_STEP="3")
+    assert codes[0] != 0 and "exitcode  : -9" in printed
+    with TrajectoryCache(tmp_path / "killed" / "spec_cache") as cache:
+        rows, corrupt = cache.verify()
+        assert corrupt == 0 and rows == 24
+        assert max(trajectory.step for trajectory in cache) == 3
