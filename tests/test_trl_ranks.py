@@ -46,6 +46,8 @@ def launch(model, output, runs, ranks=2, nodes=1, **environment):
     tests = Path(__file__).parent
     variables = os.environ | environment
     variables |= dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    # A CPU build of vLLM would give every process the same core.
+    variables |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind")
     variables["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
     launchers = [
         subprocess.Popen(
@@ -139,6 +141,19 @@ def test_sharded_models(tiny_model, tmp_path, name):
     if name == "zero2":
         pytest.importorskip("deepspeed")
     check(train(tiny_model, tmp_path, {name: ROWS | SHARDED[name] | dict(num_train_epochs=2)})[name], epochs=2)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "changes",
+    [dict(), dict(vllm_tensor_parallel_size=2, spec_verifier="engine")],
+    ids=["an engine for each rank", "a tensor-parallel engine"],
+)
+def test_colocated_engines(tiny_model, tmp_path, changes):
+    pytest.importorskip("vllm")
+    engine = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.1, vllm_max_model_length=64)
+    run = ROWS | engine | changes | dict(num_train_epochs=2)
+    check(train(tiny_model, tmp_path, {"engines": run})["engines"], epochs=2)
 
 
 def test_each_node_has_a_whole_cache(tiny_model, tmp_path):

@@ -37,6 +37,10 @@ def run(model: str, output: Path, rloo=False, resume=None, lora=None, prompts=PR
         from peft import LoraConfig
 
         more["peft_config"] = LoraConfig(**lora)
+    if changes.get("use_vllm"):
+        import vllm_cpu
+
+        vllm_cpu.repair()
     trainer_class = CheckedRLOOTrainer if rloo else CheckedGRPOTrainer
     trainer = build(model, args, trainer=trainer_class, reward_funcs=reward, prompts=prompts, **more)
     if "DIES_AT_STEP" in os.environ:
