@@ -6,6 +6,9 @@ One node, all models and engines colocated and asleep in turn. Each run is a pro
 `OUT/NAME/log` (and, where tensorboard is installed, its event files); `OUT/summary.json` is rewritten while they run,
 so that an interrupted benchmark keeps what it measured. Flags that are not listed below go to every run.
 
+The task: sums of two digits, worked out step by step after a solved example, which a 135M model answers right a third
+of the time at first.
+
 Where flash-attn is not installed, put a stand-in on PYTHONPATH and pass `--ds.attn_implementation sdpa`.
 """
 
@@ -22,6 +25,8 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -43,6 +48,22 @@ RUNS: dict[str, list[str]] = {
     "dr_grpo": [*SPEC, "--algo.advantage.estimator", "dr_grpo"],
     "dapo": [*SPEC, "--algo.dynamic_filtering_enable", "--algo.dynamic_filtering_range", "0", "1"],
 }
+TASK = [
+    *("--task", "basic_arithmetic", "--settings"),
+    json.dumps(
+        dict(
+            min_terms=2,
+            max_terms=2,
+            min_digits=1,
+            max_digits=1,
+            operators=["+"],
+            allow_parentheses=False,
+            allow_negation=False,
+        )
+    ),
+    *("--example", "Calculate 2 + 6."),
+    "Start at 2 and count up 6 times: 3, 4, 5, 6, 7, 8. So 2 + 6 = 8. <answer>8</answer>",
+]
 STEP = re.compile(r"Global step (\d+): (\{.*\})")
 
 
@@ -58,14 +79,20 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="prompts of a step")
     parser.add_argument("--samples", type=int, default=8, help="samples of a prompt")
     parser.add_argument("--episodes", type=int, default=5)
+    parser.add_argument(
+        "--apart_s",
+        type=float,
+        help="start each run so many seconds after the one before, all on the same GPUs, instead of one after the "
+        "other: for a machine that is at hand for minutes. Their times then disturb each other, tokens and rewards "
+        "do not.",
+    )
     parser.add_argument("--run_s", type=float, default=600, help="seconds after which a run is stopped")
     options, flags = parser.parse_known_args()
     options.output = options.output.absolute()
     options.output.mkdir(parents=True, exist_ok=True)
     data = options.output / "prompts.jsonl"
     prepare = [sys.executable, str(ROOT / "examples/openrlhf/prepare_data.py"), "--output", str(data)]
-    prepare += ["--prompts", str(options.prompts), "--settings", '{"max_terms": 3, "max_digits": 2}']
-    subprocess.run(prepare, check=True)
+    subprocess.run([*prepare, "--prompts", str(options.prompts), *TASK], check=True)
     runs: dict[str, Any] = {}
     summary = {
         "command": " ".join(sys.argv),
@@ -74,9 +101,26 @@ def main() -> None:
         "gpus": gpu_names(),
         "runs": runs,
     }
-    for name in options.runs:
-        run(name, options, flags, data, runs, lambda: write(options.output / "summary.json", summary))
+    saving = threading.Lock()
+
+    def save() -> None:
+        with saving:
+            write(options.output / "summary.json", summary)
+
+    def measure(name: str) -> None:
+        run(name, options, flags, data, runs, save)
         print(name, json.dumps({k: v for k, v in runs[name].items() if k != "steps"}), flush=True)
+
+    if options.apart_s is None:
+        for name in options.runs:
+            measure(name)
+        return
+    threads = [threading.Thread(target=measure, args=[name]) for name in options.runs]
+    for thread in threads:
+        thread.start()
+        time.sleep(options.apart_s)
+    for thread in threads:
+        thread.join()
 
 
 def run(name: str, options: argparse.Namespace, flags: list[str], data: Path, runs: dict[str, Any], save: Any) -> None:
@@ -107,7 +151,7 @@ def run(name: str, options: argparse.Namespace, flags: list[str], data: Path, ru
         "train.batch_size": options.batch * options.samples,
         "train.micro_batch_size": 32,
         "train.num_episodes": options.episodes,
-        "actor.adam.lr": 2e-6,
+        "actor.adam.lr": 2e-5,
         "ckpt.output_dir": directory / "model",
         "ckpt.path": directory / "checkpoints",
         "logger.wandb.run_name": name,
@@ -116,12 +160,15 @@ def run(name: str, options: argparse.Namespace, flags: list[str], data: Path, ru
         settings["logger.tensorboard_dir"] = directory / "tensorboard"
     line = [part for flag, value in settings.items() for part in (f"--{flag}", str(value))]
     if not separate:
-        line += ["--train.colocate_all", "--vllm.enable_sleep", "--ds.enable_sleep"]
+        line += ["--train.colocate_all"]
+        if options.apart_s is None:  # what an engine gives back while another starts would upset that one's sums
+            line += ["--vllm.enable_sleep", "--ds.enable_sleep"]
     line += ["--data.apply_chat_template", *RUNS[name], *flags]
     steps: list[dict[str, float]] = []
     runs[name] = {"flags": " ".join(line), "steps": steps}
     start = time.perf_counter()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment["RAY_TMPDIR"] = tempfile.mkdtemp(prefix=f"ray_{name}_")  # a cluster of its own
     command = ["timeout", str(options.run_s), sys.executable, "-m", "openrlhf_integration.train_ppo_ray", *line]
     with (
         (directory / "log").open("w") as log,
