@@ -71,7 +71,9 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 def start_ray() -> None:
-    ray.init(num_cpus=4, num_gpus=4, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=True)
+    ray.init(
+        "local", num_cpus=4, num_gpus=4, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=True
+    )
 
 
 def write_files(directory: Path, prompts=PROMPTS) -> dict[str, str]:
