@@ -7,6 +7,7 @@ drafts of a prompt in one call, and hands its new trajectories back in one.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +47,14 @@ class Visit:
         first_slot (`int`): slot of its first sample; the others follow.
         drafts (`list` of `Trajectory`, *optional*): one a sample, `None` for a miss.
         paused (`bool`): whether no drafts were looked up, because verifying does not pay at present.
+        seconds (`float`): that the look-up took here, for all samples. What the engine waits besides is not the cache's.
     """
 
     step: int
     first_slot: int
     drafts: list[Trajectory | None]
     paused: bool
+    seconds: float
 
 
 class RolloutCache:
@@ -103,23 +106,29 @@ class RolloutCache:
         """Drafts for the samples of a prompt; `None` in evaluation, which neither reads nor writes."""
         if not self._training:
             return None
+        start = time.perf_counter()
         first = self._slots[prompt]  # a prompt that is twice in a batch goes on where it left off
         self._slots[prompt] += samples
         drafts: list[Trajectory | None] = [None] * samples
         if not self._paused:
             drafts = self._cache.get_many([(prompt, first + sample) for sample in range(samples)])
-        return Visit(self._policy_step + 1, first, drafts, self._paused)
+        return Visit(self._policy_step + 1, first, drafts, self._paused, time.perf_counter() - start)
 
-    def store(self, trajectories: list[Trajectory]) -> bool:
-        """Keep the trajectories of a prompt, all of them or, where the disk refuses, none; returns which."""
+    def store(self, trajectories: list[Trajectory]) -> tuple[bool, float]:
+        """Keep the trajectories of a prompt, all of them or, where the disk refuses, none; returns which.
+
+        Returns:
+            Whether they are stored, and the seconds that it took.
+        """
+        start = time.perf_counter()
         try:
             self._cache.put_many(trajectories)
         except CacheWriteError as error:  # training goes on: what is not stored is only sampled again
             if not self._warned_unstored:
                 self._warned_unstored = True
                 logger.warning("%s. Training goes on; these prompts will be sampled afresh.", error)
-            return False
-        return True
+            return False, time.perf_counter() - start
+        return True, time.perf_counter() - start
 
     def size(self) -> tuple[int, float]:
         """Trajectories that are stored, and their size on disk in MiB."""

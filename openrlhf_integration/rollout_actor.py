@@ -4,7 +4,7 @@ Overridden, of `RolloutRayActor` (openrlhf 0.11.2, `openrlhf/trainer/ray/vllm_en
 
 - `generate`: token ids in, one output out. An executor calls it once a turn.
 - `generate_responses`: runs the executor once a sample. Here each run gets to know its slot, and what came of all of
-  them is stored.
+  them is stored. The tokenizer need not come along.
 - `reset_prefix_cache`: called at each update of the weights; its answer is checked.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -74,7 +73,12 @@ class SpecRolloutActor(plain(RolloutRayActor)):
         await super().__init__(*args, **kwargs)
         self._cache = running_cache()
         self._rules: Rules = await self._cache.rules.remote()
+        self._tokenizer: Any = None
         self._warned_changed = False
+
+    async def hold_tokenizer(self, tokenizer: Any) -> None:
+        """Keep the tokenizer of all prompts that come without one."""
+        self._tokenizer = tokenizer
 
     async def generate_responses(
         self,
@@ -87,6 +91,8 @@ class SpecRolloutActor(plain(RolloutRayActor)):
         images: Any = None,
     ) -> list[dict[str, Any]]:
         """As OpenRLHF's. The responses carry their counts, under [`COUNTS_KEY`]."""
+        if hf_tokenizer is None:
+            hf_tokenizer = self._tokenizer
         run_executor = super().generate_responses
         group = Group(num_samples, hf_tokenizer)
         samples = [Sample(group, index) for index in range(num_samples)]
@@ -117,7 +123,6 @@ class SpecRolloutActor(plain(RolloutRayActor)):
             sample.begun = True
         if sample is None or not first_turn or multi_modal_data or self._changed(sampling_params):
             return await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
-        start = time.perf_counter()
         key = prompt_key(prompt_token_ids)
         visits = sample.group.visits
         if key not in visits:  # the first of the prompt's samples asks for all
@@ -125,7 +130,6 @@ class SpecRolloutActor(plain(RolloutRayActor)):
         visit = await visits[key]
         if visit is None:
             return await super().generate(prompt_token_ids, sampling_params)
-        lookup_s = time.perf_counter() - start
 
         context = self.llm.model_config.max_model_len
         cap = sampling_params.max_tokens or context - len(prompt_token_ids)
@@ -140,7 +144,7 @@ class SpecRolloutActor(plain(RolloutRayActor)):
             cap,
             visit.step,
         )
-        sample.counts.lookup_s = lookup_s
+        sample.counts.lookup_s = visit.seconds / sample.group.samples
         sample.counts.paused_rows = int(visit.paused)
         sample.response, sample.cap, sample.step = response, cap, visit.step
         assert request.output is not None
@@ -163,7 +167,6 @@ class SpecRolloutActor(plain(RolloutRayActor)):
 
     async def _store(self, samples: list[Sample], answers: list[dict[str, Any]]) -> None:
         """Keep what came of a prompt's samples, with their rewards where they are known by now."""
-        start = time.perf_counter()
         made: list[tuple[Sample, Trajectory]] = []
         for sample, answer in zip(samples, answers, strict=True):
             if sample.response is None:
@@ -178,10 +181,10 @@ class SpecRolloutActor(plain(RolloutRayActor)):
                 made.append((sample, trajectory))
         if not made:
             return
-        stored = await self._cache.store.remote([trajectory for _, trajectory in made])
+        stored, seconds = await self._cache.store.remote([trajectory for _, trajectory in made])
         for sample, _ in made:
             sample.counts.unstored_rows += not stored
-            sample.counts.store_s += time.perf_counter() - start
+            sample.counts.store_s = seconds / len(made)
 
     def _changed(self, sampling_params: SamplingParams) -> bool:
         """Whether an executor changed what OpenRLHF asks for into something that cannot be reused."""

@@ -4,6 +4,7 @@ Overridden, of `SamplesGenerator` (openrlhf 0.11.2, `openrlhf/trainer/ppo_utils/
 
 - `generate_samples`, `generate_eval_samples`: whether a batch is for training.
 - `_generate_vllm`: encloses a batch of prompts, with its dynamic filtering.
+- `_dispatch_prompts_to_vllm`: sends prompts to the engines, each with the tokenizer. Here they have it already.
 - `_process_response_into_experience`: sees every response, before filtering drops it.
 """
 
@@ -48,6 +49,10 @@ class SpecSamplesGenerator(SamplesGenerator):
         self._cache = running_cache()
         rules: Rules = ray.get(self._cache.rules.remote())
         self.ledger = RolloutLedger(CacheSize(self._cache), VerificationGuard(may_pause=rules.guard))
+        # A copy of its own with each prompt, as OpenRLHF sends them, takes an engine longer to unpack than to verify the
+        # prompt's responses.
+        tokenizer = ray.put(self.tokenizer)
+        self._holding = [engine.hold_tokenizer.remote(tokenizer) for engine in self.vllm_engines]
         self._counts = RolloutCounts()
         self._training = True
         self._epochs = 0
@@ -94,6 +99,14 @@ class SpecSamplesGenerator(SamplesGenerator):
                 self._warn_without_drafts()
         return batch
 
+    def _dispatch_prompts_to_vllm(self, *args: Any, **kwargs: Any) -> list[Any]:
+        ray.get(self._holding)
+        tokenizer, self.tokenizer = self.tokenizer, None
+        try:
+            return super()._dispatch_prompts_to_vllm(*args, **kwargs)
+        finally:
+            self.tokenizer = tokenizer
+
     def _process_response_into_experience(self, response: dict[str, Any], **generate_kwargs: Any) -> Experience:
         self._counts += response.pop(COUNTS_KEY)
         return super()._process_response_into_experience(response, **generate_kwargs)
@@ -109,11 +122,11 @@ class SpecSamplesGenerator(SamplesGenerator):
 
 
 def share_out_seconds(counts: RolloutCounts, wall_s: float) -> None:
-    """Make the stages of a batch add up to its `wall_s` seconds, in the proportion of what its requests spent in each.
+    """Make the stages of a batch add up to its `wall_s` seconds.
 
-    Many requests are in flight at once, so that their own seconds add up to far more than passed.
+    The cache answers one call at a time, so that its seconds passed as they are. Requests are in flight many at once: of
+    what is left, verifying and generating get shares in the proportion of what requests spent in each.
     """
-    stages = ("lookup_s", "verify_s", "generate_s", "store_s")
-    spent = sum(getattr(counts, stage) for stage in stages)
-    for stage in stages:
-        setattr(counts, stage, getattr(counts, stage) * wall_s / spent)
+    left_s = max(wall_s - counts.lookup_s - counts.store_s, 0.0)
+    spent_s = counts.verify_s + counts.generate_s
+    counts.verify_s, counts.generate_s = (left_s * s / spent_s for s in (counts.verify_s, counts.generate_s))

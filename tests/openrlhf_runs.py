@@ -1,6 +1,6 @@
 """Real OpenRLHF runs of the tiny model on a CPU: its launcher, trainers, executors and engines, with Ray.
 
-OpenRLHF's policy worker needs CUDA and DeepSpeed; [`CpuPolicyActor`] trains in its place. Its engines ask for bf16 and
+OpenRLHF's policy and critic need CUDA and DeepSpeed; [`CpuPolicyActor`] and [`CpuCriticActor`] train in their place. Its engines ask for bf16 and
 for weights by CUDA; [`CpuRolloutActor`] is ours with the settings that a CPU build of vLLM needs. All else is as it is.
 `conftest.py` puts the stand-ins for flash-attn, and this file, on the path of worker processes.
 """
@@ -21,7 +21,7 @@ from openrlhf.trainer.ray.vllm_engine import RolloutRayActor, _load_agent_execut
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import openrlhf_integration.rollout_actor as rollout_actor
 from openrlhf_integration.cache_actor import running_cache
@@ -37,6 +37,7 @@ import torch
 def reward_func(queries, prompts, labels, **kwargs):
     texts = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
     share = torch.tensor([sum(c.isdigit() for c in text) / (len(text) + 1) for text in texts])
+    share *= torch.tensor([prompt != "?" for prompt in prompts])
     return {"rewards": share, "scores": share, "extra_logs": {"digits": share}}
 """
 
@@ -70,7 +71,9 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 def start_ray() -> None:
-    ray.init(num_cpus=4, num_gpus=4, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=True)
+    ray.init(
+        "local", num_cpus=4, num_gpus=4, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=True
+    )
 
 
 def write_files(directory: Path, prompts=PROMPTS) -> dict[str, str]:
@@ -100,6 +103,7 @@ def flags(model: str, directory: Path, *more: str, **changes: object) -> list[st
         "train.micro_batch_size": 4,
         "train.num_episodes": 2,
         "actor.num_gpus_per_node": 1,
+        "critic.num_gpus_per_node": 1,
         "actor.adam.lr": 1e-3,
         "vllm.num_engines": 1,
         "algo.advantage.estimator": "group_norm",
@@ -170,7 +174,9 @@ class CpuPlainActor(OnCpu, plain(RolloutRayActor)):
 
 class CpuRolloutActor(OnCpu, SpecRolloutActor):
     async def meet(self, agent_func_path, remote_rm_url):
-        """Serve another run: its cache, and its agent or reward function."""
+        """Serve another run: its cache, its agent or reward function, and the weights that it begins with."""
+        await self.reset_prefix_cache()
+        await self.sync_from_dir(self.kwargs["model"])
         self._cache = running_cache()
         self._rules = await self._cache.rules.remote()
         self.executor = (
@@ -236,9 +242,10 @@ class CpuPolicyActor(BaseModelActor):
             (-(log_probs * e.advantages * e.action_mask).sum() / tokens).backward()
             if e.rollout_log_probs is not None:
                 worst = max(worst, ((log_probs - e.rollout_log_probs) * e.action_mask).abs().max().item())
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), torch.inf).item()
         self.optimizer.step()
         self.experiences = []
-        return {"rollout_logprob_difference": worst}
+        return {"rollout_logprob_difference": worst, "actor_grad_norm": norm}
 
     def broadcast_to_vllm(self):
         if self.args.vllm.enable_prefix_caching:
@@ -257,6 +264,44 @@ class CpuPolicyActor(BaseModelActor):
 
     def save_model(self):
         self.model.save_pretrained(Path(self.args.ckpt.output_dir))
+
+
+class CpuCriticActor(BaseModelActor):
+    """The critic of GAE, one process, no DeepSpeed: a linear head on a transformer, trained by squared errors."""
+
+    def init_model_from_pretrained(self, strategy, pretrain, max_steps):
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.strategy = strategy
+        self.body = AutoModel.from_pretrained(pretrain, dtype=torch.float32)
+        self.head = torch.nn.Linear(self.body.config.hidden_size, 1)
+        parameters = [*self.body.parameters(), *self.head.parameters()]
+        self.optimizer = torch.optim.Adam(parameters, lr=strategy.args.critic.adam.lr)
+        self.experiences = []
+
+    def _values(self, sequences, attention_mask):
+        """Of what comes before each token, shape `(batch, tokens - 1)`, as OpenRLHF's critic."""
+        return self.head(self.body(sequences, attention_mask=attention_mask).last_hidden_state)[:, :-1, 0]
+
+    def forward(self, sequences, action_mask, attention_mask):
+        with torch.no_grad():
+            return self._values(sequences, attention_mask) * action_mask
+
+    def append(self, experience):
+        self.experiences.append(experience)
+
+    def fit(self):
+        self.optimizer.zero_grad()
+        tokens = sum(e.action_mask.sum() for e in self.experiences)
+        total = 0.0
+        for e in self.experiences:
+            errors = (self._values(e.sequences, e.attention_mask) - e.returns) * e.action_mask
+            loss = errors.square().sum() / tokens
+            loss.backward()
+            total += loss.item()
+        self.optimizer.step()
+        self.experiences = []
+        return {"critic_loss": total}
 
 
 def free_placement_groups() -> None:
@@ -284,20 +329,31 @@ def create_engines(args, actor):
         )
 
 
-def train(arguments: list[str]) -> None:
-    """A training run through our launcher."""
+def train(arguments: list[str], warm: list | None = None) -> None:
+    """A training run through our launcher, with engines of its own or with those that are `warm` already."""
+    import openrlhf.trainer.ray as engines
     import openrlhf.trainer.ray.ppo_actor as ppo_actor
+    import openrlhf.trainer.ray.ppo_critic as ppo_critic
     import openrlhf.trainer.ray.vllm_engine as engine
 
+    def create(*args, agent_func_path, remote_rm_url, original=engines.create_vllm_engines, **kwargs):
+        if warm is None:
+            return original(*args, agent_func_path=agent_func_path, remote_rm_url=remote_rm_url, **kwargs)
+        ray.get([engine.meet.remote(agent_func_path, remote_rm_url) for engine in warm])
+        return warm
+
     with (
+        in_place_of(engines, create_vllm_engines=create),
         in_place_of(engine, RolloutRayActor=ray.remote(CpuPlainActor)),
         in_place_of(ppo_actor, PolicyModelActor=ray.remote(num_gpus=1)(CpuPolicyActor)),
+        in_place_of(ppo_critic, CriticModelActor=ray.remote(num_gpus=1)(CpuCriticActor)),
         in_place_of(rollout_actor, SpecRolloutActor=CpuRolloutActor),
     ):
         try:
             main(arguments)
         finally:
-            free_placement_groups()
+            if warm is None:
+                free_placement_groups()
 
 
 def history(directory: Path) -> list[dict[str, float]]:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 pytest.importorskip("openrlhf")
 pytest.importorskip("vllm")
 pytest.importorskip("ray")
 
-from openrlhf_runs import PROMPTS, flags, history, train, write_files
+import ray
+from openrlhf_runs import (
+    PROMPTS,
+    CpuRolloutActor,
+    create_engines,
+    flags,
+    free_placement_groups,
+    history,
+    parse,
+    train,
+    write_files,
+)
 
+from openrlhf_integration.start import start_cache_of
 from specrl_plugins import TrajectoryCache
 
 pytestmark = [
@@ -118,3 +132,54 @@ def test_asynchronous_training(tiny_model, tmp_path):
     assert sum(spec(step, "reused_tokens") for step in steps[2:]) > 0
     # One step of lag is all that parts the sampling log-probs from those of the policy that is trained.
     assert steps[0]["train/rollout_logprob_difference"] < 1e-4
+
+
+@pytest.fixture(scope="module")
+def warm_engine(ray_running, tiny_model, tmp_path_factory):
+    """An engine for many short runs, each with a cache of its own."""
+    args = parse(flags(tiny_model, tmp_path_factory.mktemp("engine"), *SPEC))
+    cache = start_cache_of(args)
+    engines = create_engines(args, CpuRolloutActor)
+    ray.get(engines[0].get_num_unfinished_requests.remote())
+    ray.kill(cache)
+    yield engines
+    ray.kill(engines[0])
+    free_placement_groups()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "more"),
+    [
+        ("rloo", ()),
+        ("reinforce", ()),
+        ("reinforce_baseline", ()),
+        ("dr_grpo", ()),
+        ("flash_reinforce", ()),
+        ("gae", ()),
+        ("group_norm", ("--algo.dynamic_filtering_enable", "--algo.dynamic_filtering_range", "0", "1")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "filtered" if value else "",
+)
+def test_every_estimator_trains_on_reused_responses(warm_engine, tiny_model, tmp_path, estimator, more):
+    """Two epochs of one step. All rewards of the last prompt are 0, so that dynamic filtering drops it."""
+    prompts = [*PROMPTS[:2], "?"]
+    arguments = flags(
+        tiny_model,
+        tmp_path,
+        *SPEC,
+        *more,
+        prompts=prompts,
+        algo__advantage__estimator=estimator,
+        logger__tensorboard_dir=tmp_path / "tensorboard",
+    )
+    train(arguments, warm_engine)
+    first, second = history(tmp_path / "tensorboard")
+    assert spec(first, "reused_tokens") == 0
+    assert spec(second, "reused_tokens") > 0 and spec(second, "draft_hit_rate") == 1
+    kept = len(prompts) - bool(more)
+    for step in (first, second):
+        assert spec(step, "cache_rows") == len(prompts) * N
+        assert step["train/rollout/num_samples"] == kept * N
+        assert 0 < step["train/actor_grad_norm"] < math.inf
+        assert ("train/critic_loss" in step) == (estimator == "gae")
+        assert math.isfinite(step.get("train/critic_loss", 0))
