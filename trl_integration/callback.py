@@ -10,6 +10,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from specrl_plugins import ReuseRule, RolloutCounts
+from specrl_plugins.cache import CacheWriteError
 from specrl_plugins.report import RUN_LOG
 from trl_integration.checks import warm_share
 
@@ -55,6 +56,7 @@ class SpecRolloutCallback(RunLog):
         # A killed run leaves trajectories newer than its checkpoint, and an earlier run in the same directory leaves
         # all of its own: step numbers begin anew, so they would pass for newer than they are.
         forgotten = core.cache.rewind(state.global_step)
+        core.cache.checkpoint(state.global_step)
         if forgotten:
             logger.warning(
                 "%d trajectories in %s are newer than step %d, where training starts, and were forgotten.",
@@ -92,6 +94,13 @@ class SpecRolloutCallback(RunLog):
                 "data set change its prompts (shuffled options, random examples)?",
                 state.epoch,
             )
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # The checkpoint is whole. A process that is killed before leaves the cache as the checkpoint before needs it.
+        try:
+            self.trainer.spec_rollout.cache.checkpoint(state.global_step)
+        except CacheWriteError as error:  # only room that is not freed
+            logger.warning("%s", error)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
