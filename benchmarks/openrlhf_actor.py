@@ -120,9 +120,7 @@ def steps_of(args, generator_class, actor_class, options, cache=None) -> list[fl
         if cache is not None:
             ray.get(cache.policy_is.remote(len(seconds)))
         start = time.perf_counter()
-        samples, *_ = generator.generate_samples(
-            max_len=256, max_new_tokens=options.tokens, temperature=1.0, top_p=1.0
-        )
+        samples, *_ = generator.generate_samples(max_len=256, max_new_tokens=options.tokens, temperature=1.0, top_p=1.0)
         if not samples:  # the data set is through, and begins again
             continue
         seconds.append(time.perf_counter() - start)

@@ -46,12 +46,14 @@ _DAMAGE = (
     sqlite3.SQLITE_NOTADB,
 )
 
-# Two tables, so that what is looked up, counted and aged does not drag the arrays along.
+# Two tables, so that what is looked up, counted and aged does not drag the arrays along. `replaced` is the step of the
+# trajectory that took the place of this one, which is only kept for whoever resumes from the last checkpoint.
 _SCHEMA = {
     "meta": "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
     "entries": (
         "CREATE TABLE entries (id INTEGER PRIMARY KEY, prompt BLOB NOT NULL, slot INTEGER NOT NULL, "
-        "step INTEGER NOT NULL, used INTEGER NOT NULL, length INTEGER NOT NULL, UNIQUE (prompt, slot))"
+        "step INTEGER NOT NULL, replaced INTEGER, used INTEGER NOT NULL, length INTEGER NOT NULL, "
+        "UNIQUE (prompt, slot, step))"
     ),
     "payloads": (
         "CREATE TABLE payloads (id INTEGER PRIMARY KEY, format INTEGER NOT NULL, finish INTEGER NOT NULL, "
@@ -59,11 +61,11 @@ _SCHEMA = {
         "checksum BLOB NOT NULL)"
     ),
     "entries_step": "CREATE INDEX entries_step ON entries (step)",
-    "entries_used": "CREATE INDEX entries_used ON entries (used)",
+    "entries_used": "CREATE INDEX entries_used ON entries (replaced IS NULL, used)",
 }
 _ROW = (
     "SELECT format, prompt, slot, step, finish, cap, reward, length, tokens, logprobs, ages, checksum, entries.id "
-    "FROM entries JOIN payloads ON payloads.id = entries.id"
+    "FROM entries LEFT JOIN payloads ON payloads.id = entries.id"
 )
 
 
@@ -94,7 +96,7 @@ class CacheStats:
 
 
 class TrajectoryCache:
-    """Newest trajectory of each (prompt, slot), on disk.
+    """Newest trajectory of each (prompt, slot), on disk; and the one before it, where the last checkpoint knew that.
 
     Args:
         directory (`str` or `Path`):
@@ -120,6 +122,7 @@ class TrajectoryCache:
         self.max_mib = max_mib
         self.corrupt = 0
         self._warned_full = False
+        self._checkpoint = -1  # optimizer step of the last checkpoint of this run
         self._connection: sqlite3.Connection | None = None
         self._opened: tuple[int, int, int] | None = None
         _caches.add(self)
@@ -173,7 +176,9 @@ class TrajectoryCache:
         for prompt, slot in keys:
             trajectory = None
             try:
-                hit = db.execute(f"{_ROW} WHERE prompt = ? AND slot = ?", (prompt, slot)).fetchone()
+                hit = db.execute(
+                    f"{_ROW} WHERE prompt = ? AND slot = ? ORDER BY step DESC LIMIT 1", (prompt, slot)
+                ).fetchone()
                 if hit is not None:
                     trajectory = self._decode(hit)
                     ids.append(hit[-1])
@@ -215,13 +220,31 @@ class TrajectoryCache:
 
         self._write(put)
 
+    def checkpoint(self, step: int) -> None:
+        """The run can be resumed from optimizer step `step` now: [`rewind`] to it gives back what is newest now.
+
+        Raises:
+            CacheWriteError: the disk is full or failing; what is not needed any more is still there.
+        """
+        self._checkpoint = step
+        self._write(lambda db: self._delete(db, "replaced <= ?", (step,)))
+
     def rewind(self, step: int) -> int:
         """Forget everything newer than optimizer step `step`; returns how many rows that were.
+
+        To the last [`checkpoint`], what the newer rows had replaced is the newest again. Further back, or where the
+        size cap left no room for it, it is gone.
 
         Raises:
             CacheWriteError: the disk is full or failing; what was to be forgotten is still there.
         """
-        return self._write(lambda db: self._delete(db, "step > ?", (step,)))
+
+        def back(db: sqlite3.Connection) -> int:
+            forgotten = self._delete(db, "step > ?", (step,))
+            db.execute("UPDATE entries SET replaced = NULL WHERE replaced > ?", (step,))
+            return forgotten
+
+        return self._write(back)
 
     def prune(self, max_mib: float) -> int:
         """Forget the least recently used rows until the cache is at most `max_mib` MiB, and shrink the file.
@@ -243,16 +266,17 @@ class TrajectoryCache:
     def verify(self) -> tuple[int, int]:
         """Check every row; returns how many there are and how many did not check out."""
         before = self.corrupt
-        rows = sum(1 for _ in self._rows())
+        rows = sum(1 for _ in self._rows("SELECT id FROM entries"))
         return rows, self.corrupt - before
 
     def __iter__(self) -> Iterator[Trajectory]:
         """All trajectories that check out, in the order they were used, latest first."""
-        return (trajectory for trajectory in self._rows() if trajectory is not None)
+        latest = "SELECT id FROM entries WHERE replaced IS NULL ORDER BY used DESC"
+        return (trajectory for trajectory in self._rows(latest) if trajectory is not None)
 
     def __len__(self) -> int:
         with self._reading() as db:
-            return db.execute("SELECT COUNT(*) FROM entries").fetchone()[0]
+            return db.execute("SELECT COUNT(*) FROM entries WHERE replaced IS NULL").fetchone()[0]
 
     @property
     def mib(self) -> float:
@@ -264,7 +288,8 @@ class TrajectoryCache:
         """Counts of what is stored. Reads the whole index, no array."""
         with self._reading() as db:
             rows, prompts, tokens, oldest, newest = db.execute(
-                "SELECT COUNT(*), COUNT(DISTINCT prompt), COALESCE(SUM(length), 0), MIN(step), MAX(step) FROM entries"
+                "SELECT COUNT(*), COUNT(DISTINCT prompt), COALESCE(SUM(length), 0), MIN(step), MAX(step) FROM entries "
+                "WHERE replaced IS NULL"
             ).fetchone()
             return CacheStats(rows, prompts, tokens, self._used_mib(db), oldest, newest, self.corrupt)
 
@@ -283,27 +308,35 @@ class TrajectoryCache:
     # -- rows
 
     def _put(self, db: sqlite3.Connection, row: Row) -> None:
-        kept = db.execute(
-            "INSERT INTO entries (prompt, slot, step, used, length) VALUES (?, ?, ?, ?, ?) "
-            "ON CONFLICT (prompt, slot) DO UPDATE SET step = excluded.step, used = excluded.used, "
-            "length = excluded.length WHERE excluded.step >= entries.step RETURNING id",
-            (row.prompt, row.slot, row.step, time.time_ns(), row.length),
+        newest = db.execute(
+            "SELECT id, step > :step, step <= :checkpoint AND :checkpoint < :step FROM entries "
+            "WHERE prompt = :prompt AND slot = :slot ORDER BY step DESC LIMIT 1",
+            {"prompt": row.prompt, "slot": row.slot, "step": row.step, "checkpoint": self._checkpoint},
         ).fetchone()
-        if kept is not None:
-            db.execute(
-                "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    kept[0],
-                    row.format,
-                    row.finish,
-                    row.cap,
-                    row.reward,
-                    row.tokens,
-                    row.logprobs,
-                    row.ages,
-                    row.checksum,
-                ),
-            )
+        id, is_newer, is_in_checkpoint = newest or (None, False, False)
+        if is_newer:
+            return
+        if is_in_checkpoint:
+            db.execute("UPDATE entries SET replaced = ? WHERE id = ?", (row.step, id))
+            id = None
+        id = db.execute(
+            "INSERT OR REPLACE INTO entries (id, prompt, slot, step, used, length) VALUES (?, ?, ?, ?, ?, ?)",
+            (id, row.prompt, row.slot, row.step, time.time_ns(), row.length),
+        ).lastrowid
+        db.execute(
+            "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                id,
+                row.format,
+                row.finish,
+                row.cap,
+                row.reward,
+                row.tokens,
+                row.logprobs,
+                row.ages,
+                row.checksum,
+            ),
+        )
 
     def _decode(self, columns: tuple) -> Trajectory | None:
         try:
@@ -312,10 +345,10 @@ class TrajectoryCache:
             self._saw_corrupt(f"row {columns[-1]}: {error}")
             return None
 
-    def _rows(self) -> Iterator[Trajectory | None]:
-        """Every row, latest used first; `None` for one that does not check out."""
+    def _rows(self, query: str) -> Iterator[Trajectory | None]:
+        """The rows whose ids `query` selects; `None` for one that does not check out."""
         with self._reading() as db:
-            ids = [id for (id,) in db.execute("SELECT id FROM entries ORDER BY used DESC")]
+            ids = [id for (id,) in db.execute(query)]
         for id in ids:
             try:
                 columns = self._connect().execute(f"{_ROW} WHERE entries.id = ?", (id,)).fetchone()
@@ -323,9 +356,8 @@ class TrajectoryCache:
                 self._saw_corrupt(f"row {id}: {error}")
                 yield None
                 continue
-            if columns is None:
-                self._saw_corrupt(f"row {id} has no arrays")
-            yield None if columns is None else self._decode(columns)
+            if columns is not None:  # another process may have forgotten it meanwhile
+                yield self._decode(columns)
 
     def _touch(self, db: sqlite3.Connection, ids: list[int]) -> None:
         # Recency only decides what is forgotten first: not worth failing a look-up on a full or read-only disk.
@@ -341,8 +373,11 @@ class TrajectoryCache:
             rows = db.execute("SELECT COUNT(*) FROM entries").fetchone()[0]
             if rows == 0:
                 break
-            oldest = "id IN (SELECT id FROM entries ORDER BY used LIMIT ?)"
-            forgotten += self._delete(db, oldest, (max(1, int(rows * _EVICTED_SHARE)),))
+            oldest = "id IN (SELECT id FROM entries ORDER BY replaced IS NULL, used LIMIT ?)"
+            deleted = self._delete(db, oldest, (max(1, int(rows * _EVICTED_SHARE)),))
+            if not deleted:
+                raise sqlite3.DatabaseError("its index names rows that do not exist")
+            forgotten += deleted
         return forgotten
 
     @staticmethod
@@ -370,7 +405,7 @@ class TrajectoryCache:
                 try:
                     self._connection = self._open()
                 except sqlite3.DatabaseError as error:
-                    if not _is_damage(error):
+                    if not _is_damage(error, self.path):
                         raise
                     if self._as_it_is:
                         raise CacheError(f"{self.path} is damaged, or no trajectory cache: {error}") from error
@@ -414,7 +449,7 @@ class TrajectoryCache:
             try:
                 return self._commit(change)
             except sqlite3.DatabaseError as error:
-                if self._as_it_is or not _is_damage(error):
+                if self._as_it_is or not _is_damage(error, self.path):
                     raise
                 with self._alone():
                     if self._opened == self._identity():  # no other process has replaced it meanwhile
@@ -429,6 +464,9 @@ class TrajectoryCache:
             return change(db)
 
     def _open(self) -> sqlite3.Connection:
+        log = self.path.with_name(FILE_NAME + "-wal")
+        if _size(log) and not _size(self.path):  # SQLite would delete it
+            raise sqlite3.DatabaseError("it is empty or gone, its write-ahead log is not")
         db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None)
         try:
             # The file may come from anywhere: nothing in its schema may call functions, and pages are checked.
@@ -478,7 +516,7 @@ class TrajectoryCache:
         self.close()
         self.corrupt += 1
         stamp = time.time_ns()
-        for suffix in ("", "-wal", "-shm"):
+        for suffix in ("", "-wal", "-shm", "-journal"):
             damaged = self.path.with_name(FILE_NAME + suffix)
             if damaged.exists():
                 damaged.rename(self.path.with_name(f"damaged-{stamp}.sqlite{suffix}"))
@@ -507,12 +545,19 @@ class TrajectoryCache:
             raise
 
 
-def _is_damage(error: sqlite3.DatabaseError) -> bool:
+def _is_damage(error: sqlite3.DatabaseError, path: Path) -> bool:
     """Whether the file itself is broken, as against locked, read-only or out of space."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:  # raised by this module, or by the sqlite3 module itself for text that is not UTF-8
         return type(error) in (sqlite3.DatabaseError, sqlite3.OperationalError)
+    if code == sqlite3.SQLITE_READONLY:  # a broken header can say so too
+        return os.access(path, os.W_OK)
     return code & 0xFF in _DAMAGE
+
+
+def _size(file: Path) -> int:
+    """Bytes of a file, 0 where there is none."""
+    return file.stat().st_size if file.exists() else 0
 
 
 # A connection may not be carried across a fork, not even unused: the child would believe to hold locks that only its

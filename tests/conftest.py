@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from specrl_plugins import Fingerprint, Trajectory, prompt_key
+from specrl_plugins import Fingerprint, Trajectory, TrajectoryCache, prompt_key
 
 # Set before vLLM or tokenizers are imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,6 +28,12 @@ CHARACTERS = " 0123456789abcdefghijklmnopqrstuvwxyz+-=?.,:"
 @pytest.fixture
 def fingerprint() -> Fingerprint:
     return Fingerprint(model="tiny", tokenizer="abc", vocab_size=1000, scorer="trainer", sampling={"temperature": 1.0})
+
+
+@pytest.fixture
+def cache(tmp_path, fingerprint) -> Iterator[TrajectoryCache]:
+    with TrajectoryCache(tmp_path / "cache", fingerprint) as cache:
+        yield cache
 
 
 def make_trajectory(prompt=(1, 2, 3), slot=0, length=8, step=1, seed=0, **changes) -> Trajectory:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import random
 import shutil
-import signal
 import sqlite3
 import struct
 import subprocess
@@ -15,14 +13,13 @@ import sys
 import time
 import tracemalloc
 import zipfile
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
+from cache_runs import SETTINGS, damaged, get, in_children, key, rows_of
 from conftest import make_trajectory, same
-from disk import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -32,35 +29,11 @@ from specrl_plugins.cache import FILE_NAME, CacheWriteError
 from specrl_plugins.codec import MAX_TOKENS, CorruptRow, _checksum, decode, encode
 from specrl_plugins.trajectory import FINISH_REASONS
 
-SETTINGS = Fingerprint(model="tiny", tokenizer="abc", vocab_size=1000, scorer="trainer", sampling={"temperature": 1.0})
-
-
-def key(prompt, slot=0):
-    return prompt_key(prompt), slot
-
-
-def get(cache, prompt=(1, 2, 3), slot=0):
-    return cache.get_many([key(prompt, slot)])[0]
-
-
-def rows_of(count, step=1, length=40):
-    return [make_trajectory((i,), seed=i, step=step, length=length) for i in range(count)]
-
-
-@pytest.fixture
-def cache(tmp_path):
-    with TrajectoryCache(tmp_path / "cache", SETTINGS) as cache:
-        yield cache
-
 
 def raw(cache: TrajectoryCache) -> sqlite3.Connection:
     """The file, as anybody can open it."""
     cache.close()
     return sqlite3.connect(cache.path, isolation_level=None)
-
-
-def damaged(cache: TrajectoryCache) -> list[Path]:
-    return sorted(cache.directory.glob("damaged-*.sqlite"))
 
 
 # -- what is put comes back
@@ -165,6 +138,82 @@ def test_rewind_forgets_what_is_newer(cache):
     assert cache.verify() == (0, 0)
 
 
+def test_rewind_to_the_last_checkpoint_gives_back_what_it_knew(cache):
+    cache.rewind(0)
+    cache.put_many(rows_of(3, step=1))
+    cache.put_many(rows_of(1, step=2))  # no checkpoint knows what it replaces
+    cache.checkpoint(2)
+    for step in (3, 4):
+        cache.put_many(rows_of(2, step=step))
+    assert [get(cache, (i,)).step for i in range(3)] == [4, 4, 1]
+    stats = cache.stats()
+    assert len(cache) == len(list(cache)) == stats.rows == 3 and stats.tokens == 120 and cache.verify() == (5, 0)
+    assert cache.rewind(2) == 2
+    assert [get(cache, (i,)).step for i in range(3)] == [2, 1, 1] and cache.verify() == (3, 0)
+    cache.put_many(rows_of(2, step=3))
+    cache.checkpoint(3)
+    assert cache.verify() == (3, 0)
+    cache.put_many(rows_of(3, step=4))
+    assert cache.rewind(0) == 6 and cache.verify() == (0, 0)
+
+
+def test_what_only_a_checkpoint_knows_makes_room_first(tmp_path):
+    with TrajectoryCache(tmp_path, SETTINGS, max_mib=0.6) as cache:
+        cache.put_many(rows_of(100, length=500))
+        cache.checkpoint(1)
+        cache.put_many(rows_of(100, step=2, length=500))
+        assert {t.step for t in cache} == {2} and len(cache) == 100 and cache.mib <= 0.6
+        assert cache.rewind(1) == 100 and len(cache) < 100
+
+
+@pytest.mark.parametrize("file", ["gone", "empty"])
+def test_log_whose_file_is_gone_is_moved_aside(tmp_path, file):
+    with TrajectoryCache(tmp_path / "cache", SETTINGS) as cache:
+        cache.put_many(rows_of(5))
+        log = cache.path.with_name(FILE_NAME + "-wal").read_bytes()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / (FILE_NAME + "-wal")).write_bytes(log)
+    if file == "empty":
+        (other / FILE_NAME).write_bytes(b"")
+    with TrajectoryCache(other, SETTINGS) as cache:
+        assert len(cache) == 0
+        cache.put_many(rows_of(2))
+        assert [file.read_bytes() for file in other.glob("damaged-*.sqlite-wal")] == [log]
+
+
+def test_header_that_calls_itself_read_only_is_damage(cache):
+    cache.put_many(rows_of(5))
+    cache.close()
+    content = bytearray(cache.path.read_bytes())
+    content[18] = 7  # the version that can write it
+    cache.path.write_bytes(content)
+    cache.rewind(0)
+    cache.put_many(rows_of(5, step=2))
+    assert cache.verify() == (5, 0) and len(damaged(cache)) == 1
+
+
+def test_index_of_rows_that_do_not_exist_does_not_stop_eviction(tmp_path, caplog):
+    with TrajectoryCache(tmp_path, SETTINGS, max_mib=0.1) as cache:
+        cache.put_many(rows_of(40, length=100))
+        for statements in (
+            ["CREATE TABLE aside AS SELECT * FROM sqlite_master WHERE name = 'entries_used'",
+             "DELETE FROM sqlite_master WHERE name = 'entries_used'"],
+            ["DELETE FROM entries WHERE id <= 20",
+             "INSERT INTO sqlite_master SELECT * FROM aside",
+             "DROP TABLE aside"],
+        ):  # fmt: skip
+            db = raw(cache)
+            db.execute("PRAGMA writable_schema = ON")
+            for statement in statements:
+                db.execute(statement)
+            db.close()
+        newer = rows_of(5, step=2, length=5000)
+        cache.put_many(newer)
+        assert "names rows that do not exist" in caplog.text and len(damaged(cache)) == 1
+        assert cache.verify() == (len(cache), 0)
+
+
 def test_stats_count_what_is_stored(cache):
     assert cache.stats() == type(cache.stats())(0, 0, 0, cache.mib, None, None, 0)
     cache.put_many([make_trajectory((p,), slot, step=3 + slot, length=10) for p in range(3) for slot in range(2)])
@@ -261,66 +310,6 @@ def test_existing_cache_opens_without_settings_to_look_into(cache, tmp_path):
 # -- several processes
 
 
-def hammer(directory, seed, seconds, results):
-    """Read and write for a while; report how much, or what went wrong."""
-    try:
-        rng, counts, seen = random.Random(seed), [0, 0], {}
-        cache = TrajectoryCache(directory, SETTINGS, max_mib=2)
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            ids = [rng.randrange(60) for _ in range(8)]
-            if rng.random() < 0.5:
-                cache.put_many([make_trajectory((i,), seed=i, step=rng.randrange(1, 1000)) for i in ids])
-                counts[0] += 1
-            for i, found in zip(ids, cache.get_many([key((i,)) for i in ids]), strict=True):
-                if found is not None:
-                    assert same(found, make_trajectory((i,), seed=i, step=found.step)), "wrong trajectory"
-                    assert found.step >= seen.get(i, 0), "older trajectory"
-                    seen[i] = found.step
-                    counts[1] += 1
-        assert cache.verify()[1] == cache.corrupt == 0
-        cache.close()
-        results.put(counts)
-    except BaseException as error:
-        results.put(repr(error))
-
-
-@pytest.mark.slow
-def test_two_processes_share_a_cache(tmp_path):
-    context = get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=hammer, args=(tmp_path, seed, 3, results)) for seed in range(2)]
-    for process in processes:
-        process.start()
-    reports = [results.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join()
-    assert all(isinstance(report, list) and min(report) > 20 for report in reports), reports
-
-
-def in_children(count, body):
-    """Run `body(i)` in forked children that start at one moment; their exit codes."""
-    start, go = os.pipe()
-    children = []
-    for i in range(count):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                os.close(go)
-                os.read(start, 1)
-                body(i)
-                code = 0
-            except BaseException as error:
-                os.write(2, f"child {i}: {error!r}\n".encode())
-            finally:
-                os._exit(code)
-        children.append(child)
-    os.close(start)
-    os.close(go)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-
-
 @pytest.mark.parametrize("before", [b"", b"no database" * 1000], ids=["new", "damaged"])
 def test_processes_that_start_together_share_one_file(tmp_path, before):
     for attempt in range(6):
@@ -391,42 +380,6 @@ def test_every_process_turns_to_the_file_that_replaced_a_damaged_one(cache):
         assert len(other) == 2
         other.put_many(rows_of(5))
         assert len(cache) == 5 and len(damaged(cache)) == 1
-
-
-@pytest.mark.slow
-def test_killed_process_loses_nothing_that_was_acknowledged(tmp_path):
-    """A process is killed 20 times, at random moments of writing batches of 8, seed 0."""
-    rng = random.Random(0)
-    cache = TrajectoryCache(tmp_path, SETTINGS)
-    acknowledged = 0
-    for attempt in range(20):
-        first = 1000 * attempt
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                for batch in range(first, first + 1000):
-                    cache.put_many([make_trajectory((batch, i), seed=i, step=batch, length=300) for i in range(8)])
-                    os.write(write, struct.pack("<q", batch))
-            finally:
-                os._exit(1)
-        os.close(write)
-        os.read(read, 8)
-        time.sleep(rng.uniform(0, 0.05))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        with open(read, "rb") as acks:
-            rest = acks.read()
-        last = struct.unpack("<q", rest[-8:])[0] if rest else first
-        acknowledged += last - first
-        for batch in range(first, last + 3):
-            found = cache.get_many([key((batch, i)) for i in range(8)])
-            there = [t is not None for t in found]
-            assert all(there) if batch <= last else all(there) or not any(there)
-            for i, t in enumerate(found):
-                assert t is None or same(t, make_trajectory((batch, i), seed=i, step=batch, length=300))
-    assert acknowledged > 20 and cache.corrupt == 0 and cache.verify()[1] == 0 and not damaged(cache)
-    cache.close()
 
 
 # -- files that are not what they should be
@@ -550,45 +503,6 @@ def test_garbage_beside_the_file_is_harmless(cache, suffix):
     assert cache.verify() == (5, 0)
 
 
-@pytest.mark.slow
-def test_flipped_bits_give_a_miss_or_the_right_trajectory(tmp_path):
-    """300 copies of a file, each with one to three bits flipped: a third of them in its first page. Seed 0."""
-    rows = [make_trajectory((i,), seed=i, length=30 if i % 3 else 900) for i in range(30)]
-    with TrajectoryCache(tmp_path / "original", SETTINGS) as cache:
-        cache.put_many(rows)
-    content = cache.path.read_bytes()
-    rng = random.Random(0)
-    misses = replaced = 0
-    for attempt in range(300):
-        flipped = bytearray(content)
-        for _ in range(rng.randint(1, 3)):
-            flipped[rng.randrange(4096 if attempt % 3 == 0 else len(content))] ^= 1 << rng.randrange(8)
-        directory = tmp_path / "copy"
-        directory.mkdir()
-        (directory / FILE_NAME).write_bytes(flipped)
-        try:
-            cache = TrajectoryCache(directory, SETTINGS)
-        except FingerprintMismatch:
-            assert SETTINGS.to_json().encode() not in flipped
-        else:
-            for row, found in zip(rows, cache.get_many([(t.prompt, t.slot) for t in rows]), strict=True):
-                assert found is None or same(found, row)
-                misses += found is None
-            try:
-                cache.stats(), len(cache), cache.verify()
-            except CacheError as error:
-                assert "damaged" in str(error)
-            newer = rows_of(30, step=2)
-            cache.put_many(newer)
-            cache.put_many(newer)
-            for row, found in zip(newer, cache.get_many([(t.prompt, t.slot) for t in newer]), strict=True):
-                assert found is None or same(found, row)
-            replaced += len(damaged(cache))
-            cache.close()
-        shutil.rmtree(directory)
-    assert misses > 100 and replaced > 10
-
-
 def test_swapped_payloads_are_misses(cache):
     cache.put_many(rows_of(4))
     db = raw(cache)
@@ -622,18 +536,21 @@ def test_other_format_version_is_a_miss(cache):
 VALUES = ["text", "", b"", b"bytes", 1.5, -1, 0, 2**62, -(2**63), 1e300, "9" * 500]
 
 
-@pytest.mark.parametrize("column", ["slot", "step", "used", "length", "prompt"])
+@pytest.mark.parametrize("column", ["slot", "step", "replaced", "used", "length", "prompt"])
 def test_wrong_value_in_an_entry_is_a_miss_or_harmless(cache, column):
     for value in VALUES:
         cache.put_many(rows_of(2, step=2**62))
         db = raw(cache)
         db.execute(f"UPDATE entries SET {column} = ? WHERE id = 1", (value,))
         db.close()
-        found, unchanged = get(cache, (0,)), (column, value) in {("slot", 0), ("step", 2**62)} or column == "used"
+        found, unchanged = (
+            get(cache, (0,)),
+            (column, value) in {("slot", 0), ("step", 2**62)} or column in ("replaced", "used"),
+        )
         assert same(found, rows_of(2, step=2**62)[0]) if unchanged else found is None
         assert same(get(cache, (1,)), rows_of(2, step=2**62)[1])
         cache.verify(), cache.stats(), len(cache), list(cache)
-        cache.rewind(0)
+        cache.prune(0)
 
 
 @pytest.mark.parametrize("column", ["format", "finish", "cap", "reward", "tokens", "logprobs", "ages", "checksum"])
@@ -745,138 +662,16 @@ def test_row_that_answers_to_another_key_is_a_miss(cache):
     assert cache.corrupt == 2
 
 
-# -- full and read-only disks
-
-
-def check_full(cache, before):
-    """What was stored is there, what was not is not."""
-    found = cache.get_many([(t.prompt, t.slot) for t in before])
-    assert all(same(a, b) for a, b in zip(found, before, strict=True))
-    assert len(cache) == len(before) and cache.verify() == (len(before), 0) and not damaged(cache)
-
-
-def test_no_file_can_grow(cache):
-    before = rows_of(20)
-    cache.put_many(before)
-    with full_disk():
-        for _ in range(2):
-            with pytest.raises(CacheWriteError, match="nothing was written"):
-                cache.put_many(rows_of(200, step=2, length=500))
-            check_full(cache, before)
-    cache.put_many(rows_of(200, step=2, length=500))
-    assert cache.verify() == (200, 0)
-
-
-def test_file_at_its_largest(cache):
-    before = rows_of(20)
-    cache.put_many(before)
-    db = cache._connect()
-    db.execute("PRAGMA max_page_count = 20")
-    with pytest.raises(CacheWriteError, match="full"):
-        cache.put_many(rows_of(200, step=2, length=500))
-    check_full(cache, before)
-    db.execute("PRAGMA max_page_count = 100000")
-    cache.put_many(rows_of(200, step=2, length=500))
-    assert cache.verify() == (200, 0)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 1 MiB; the tests that need one are skipped where nothing can be mounted."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)]
-    if os.getuid() != 0 or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root can mount a small disk")
-    yield directory
-    subprocess.run(["umount", "-l", str(directory)], check=True)
-
-
-def test_disk_without_room(small_disk):
-    with TrajectoryCache(small_disk, SETTINGS) as cache:
-        stored, prompt = [], 0
-        with pytest.raises(CacheWriteError):
-            while True:
-                batch = [make_trajectory((prompt + i,), seed=prompt + i, length=500) for i in range(10)]
-                cache.put_many(batch)
-                stored += batch
-                prompt += 10
-        assert len(stored) > 20
-        check_full(cache, stored)
-        for attempt in (lambda: cache.rewind(0), lambda: cache.prune(0.1)):
-            with pytest.raises(CacheWriteError):
-                attempt()
-        check_full(cache, stored)
-        subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-        cache.put_many(batch)
-        check_full(cache, stored + batch)
-
-
-def test_disk_without_room_from_the_start(small_disk):
-    """It cannot be opened, which is said; a cache that was open goes on without drafts."""
-    with TrajectoryCache(small_disk, SETTINGS) as cache:
-        cache.put_many(rows_of(5))
-        cache.close()
-        filler = small_disk / "filler"
-        with pytest.raises(OSError), open(filler, "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        assert cache.get_many([key((i,)) for i in range(5)]) == [None] * 5
-        with pytest.raises(CacheWriteError):
-            cache.put_many(rows_of(5, step=2))
-        with pytest.raises(CacheError, match="cannot be opened for writing"):
-            TrajectoryCache(small_disk, SETTINGS)
-        filler.unlink()
-        check_full(cache, rows_of(5))
-
-
-def test_read_only_disk_is_a_clear_error(small_disk):
-    with TrajectoryCache(small_disk, SETTINGS) as cache:
-        cache.put_many(rows_of(2))
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(CacheError, match=r"cannot be opened for writing .* Check that the directory is writable"):
-        TrajectoryCache(small_disk, SETTINGS)
-    assert not damaged(cache)
-
-
 def test_directory_that_cannot_be_made_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheError, match="cannot be made"):
         TrajectoryCache(tmp_path / "file" / "cache", SETTINGS)
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="permissions do not bind root")
-def test_directory_without_permission_is_a_clear_error(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(CacheError, match="cannot be opened for writing"):
-        TrajectoryCache(tmp_path, SETTINGS)
-    tmp_path.chmod(0o700)
-
-
 def test_directory_in_place_of_the_file_is_a_clear_error(tmp_path):
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(CacheError, match="cannot be opened for writing"):
         TrajectoryCache(tmp_path, SETTINGS)
-
-
-def test_claim_keeps_other_processes_out_and_lasts_until_release(tmp_path, fingerprint):
-    script = f"""
-from specrl_plugins import TrajectoryCache
-TrajectoryCache({str(tmp_path)!r}).claim()
-"""
-
-    def other_process():
-        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-
-    with TrajectoryCache(tmp_path, fingerprint) as cache:
-        cache.claim()
-        cache.claim()  # of this process already
-        TrajectoryCache(tmp_path, fingerprint).claim()
-        refused = other_process()
-        assert refused.returncode == 1 and f"in use by another run (process {os.getpid()})" in refused.stderr
-        cache.release()
-        cache.release()
-        assert other_process().returncode == 0
 
 
 def test_reaching_the_size_cap_is_said_aloud_once(tmp_path, fingerprint, caplog):

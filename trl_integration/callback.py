@@ -10,6 +10,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from specrl_plugins import ReuseRule, RolloutCounts
+from specrl_plugins.cache import CacheWriteError
 from specrl_plugins.ranks import leads_node
 from specrl_plugins.report import RUN_LOG
 from trl_integration.checks import warm_share
@@ -56,6 +57,7 @@ class SpecRolloutCallback(RunLog):
             core.cache.claim()
             self._rewind(state.global_step)
         core.ranks.gather(None)  # nobody looks anything up before
+        core.cache.checkpoint(state.global_step)
         if not state.is_world_process_zero:
             return
         policy, share = core.policy, warm_share(self.trainer, self._first_epoch)
@@ -98,6 +100,16 @@ class SpecRolloutCallback(RunLog):
                 "data set change its prompts (shuffled options, random examples)?",
                 state.epoch,
             )
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        core = self.trainer.spec_rollout
+        # Once all ranks are here, the checkpoint is whole. If one is killed before, the cache is still as the checkpoint
+        # before needs it.
+        core.ranks.gather(None)
+        try:
+            core.cache.checkpoint(state.global_step)
+        except CacheWriteError as error:  # only room that is not freed
+            logger.warning("%s", error)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
