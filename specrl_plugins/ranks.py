@@ -9,15 +9,17 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """The processes that train together. Every rank makes the same calls, in the same order, or all of them wait.
+    """The processes that train together. Every rank makes the same calls, in the same order, or all of them wait."""
 
-    Attributes:
-        index (`int`): number of this rank, from 0.
-        nodes (`Sequence[int]` of length `ranks`): number of the node that each rank runs on, from 0.
-    """
+    @property
+    def index(self) -> int:
+        """Number of this rank, from 0."""
+        ...
 
-    index: int
-    nodes: Sequence[int]
+    @property
+    def nodes(self) -> Sequence[int]:
+        """Number, from 0, of the node that each rank runs on, of length `ranks`."""
+        ...
 
     def gather(self, mine: T) -> list[T]:
         """What each rank has, in the order of ranks. Returns once all have called it."""

@@ -103,8 +103,8 @@ class SpecRolloutCallback(RunLog):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         core = self.trainer.spec_rollout
-        # Once all ranks are here, the checkpoint is whole. If one is killed before, the cache is still as the checkpoint
-        # before needs it.
+        # Once all ranks are here, the checkpoint is whole. If one is killed before, the cache is still as the one before
+        # needs it.
         core.ranks.gather(None)
         try:
             core.cache.checkpoint(state.global_step)

@@ -226,6 +226,7 @@ class SpecRolloutMixin:
             or self.args.spec_verifier != "trainer"
         ):
             return forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        assert self.spec_rollout is not None
         responses, device = self._rollout.responses, input_ids.device
         # TRL may mask whole rows (`mask_truncated_completions`), but their log-probs are wanted for the cache.
         lengths = torch.tensor([len(response.tokens) for response in responses], device=device)
