@@ -130,6 +130,17 @@ class ReusePolicy:
         """Whether a draft with these token ages, visits, of shape `(tokens,)`, was carried over often enough."""
         return self.carry_limit is not None and int(ages.max()) >= self.carry_limit
 
+    def behaviour_logprobs(self, old: NDArray, new: NDArray) -> NDArray:
+        """Log-probs of kept tokens under the policy that wrote them, bounded by the rule that kept them.
+
+        A draft token is written with probability p and kept with probability min(1, l q / p): it ends up in a response
+        with min(p, l q). Random and full reuse keep tokens without looking at q, so that p it is.
+
+        Args:
+            old, new (`NDArray` of shape `(tokens,)`): log p and log q, nats, finite.
+        """
+        return old if self.rule is not ReuseRule.SPECULATIVE else np.minimum(old, self.log_lenience + new)
+
     def prefix_lengths(
         self, rows: Sequence[tuple[bytes, int]], step: int, old: Sequence[NDArray], new: Sequence[NDArray]
     ) -> NDArray:

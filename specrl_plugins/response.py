@@ -137,6 +137,15 @@ class Response:
         counts.log_ratio_sum += float((self.logprobs[: self.prefix] - self.draft.logprobs[: self.prefix]).sum())
         counts.age_sum += int(self.ages[: self.prefix].sum())
 
+    def behaviour_logprobs(self, policy: ReusePolicy) -> NDArray[np.float32]:
+        """Log-probs of shape `(tokens,)`, nats, under what wrote each token: see [`ReusePolicy.behaviour_logprobs`] for
+        those that were reused; the others are the engine's."""
+        if not self.prefix:
+            return self.logprobs
+        assert self.draft is not None
+        reused = policy.behaviour_logprobs(self.draft.logprobs[: self.prefix], self.logprobs[: self.prefix])
+        return np.concatenate([reused, self.logprobs[self.prefix :]])
+
     def count_reward(self, reward: float, counts: RolloutCounts) -> None:
         """Add its reward; NaN where it has none."""
         if np.isnan(reward):

@@ -72,6 +72,13 @@ def _unsupported_settings(args: Any) -> Iterator[str]:
             f"`repetition_penalty={args.repetition_penalty}`: the penalised distribution that is sampled is not the "
             "one that is scored."
         )
+    # RLOO has no such correction.
+    corrects = args.use_vllm and getattr(args, "vllm_importance_sampling_correction", False)
+    if args.spec_reused_logprobs == "behaviour" and not corrects:
+        yield (
+            "`spec_reused_logprobs='behaviour'` without TRL's importance-sampling correction, which alone uses it: use "
+            "`'verified'`, or GRPO with `use_vllm=True` and `vllm_importance_sampling_correction=True`."
+        )
     if args.use_vllm and args.vllm_structured_outputs_regex is not None:
         yield "`vllm_structured_outputs_regex`: the constrained distribution is not the one that is scored."
     if args.generation_kwargs:

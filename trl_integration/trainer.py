@@ -139,10 +139,19 @@ class SpecRolloutMixin:
         completion_ids = [response.tokens.tolist() for response in self._rollout.responses]
         if not self._single_turn_returns_logprobs:
             return completion_ids
-        # Reused tokens count as sampled by the policy that verified them: their importance ratio is 1 with the
-        # trainer as the verifier, and that of engine against trainer with the engine.
-        logprobs = [response.logprobs.tolist() for response in self._rollout.responses] if self.use_vllm else None
-        return completion_ids, logprobs
+        return completion_ids, self._sampling_logprobs(self._rollout) if self.use_vllm else None
+
+    def _sampling_logprobs(self, rollout: Rollout) -> list[list[float]]:
+        """What TRL's importance-sampling correction is told.
+
+        Verified: reused tokens count as sampled by the policy that verified them, so that their ratio is 1 with the
+        trainer as the verifier, and that of engine against trainer with the engine.
+        """
+        assert self.spec_rollout is not None
+        if self.args.spec_reused_logprobs == "verified":
+            return [response.logprobs.tolist() for response in rollout.responses]
+        policy = self.spec_rollout.policy
+        return [response.behaviour_logprobs(policy).tolist() for response in rollout.responses]
 
     def _roll_out(self, prompts: list[list[int]], single_turn: Callable[[list[list[int]]], Any]) -> Rollout:
         """One rollout of the core, with TRL's `_generate_single_turn` as what generates."""
@@ -281,6 +290,7 @@ class SpecRolloutMixin:
             self._rollout = self._scored = self._rewards = None
             if scored is None and self.use_vllm and self.args.spec_verifier == "trainer":
                 scored = self._score_generated(rollout)
+            _count_masked(rollout, output)
             self.spec_rollout.store(rollout, None if self.args.spec_verifier == "engine" else scored, rewards)
         return output
 
@@ -304,6 +314,15 @@ def _adapters(model: Any) -> tuple[bool, list[str]]:
     """Whether adapters of a PEFT model are in use, and which."""
     status = model.get_model_status()
     return status.enabled, status.active_adapters
+
+
+def _count_masked(rollout: Rollout, output: dict[str, Any]) -> None:
+    """Count the rows that TRL's importance-sampling correction leaves out of the loss: all their ratios are 0."""
+    ratio = output.get("importance_sampling_ratio")
+    if ratio is not None:  # of shape (batch, tokens), or (batch, 1) in its sequence modes
+        mask = output["completion_mask"].bool()
+        rollout.counts.corrected_rows += len(mask)
+        rollout.counts.masked_rows += int(((ratio == 0) | ~mask).all(1).sum())
 
 
 def _pad(rows: Sequence[Any], value: int, side: str, device: torch.device) -> torch.Tensor:
