@@ -34,6 +34,7 @@ from specrl_plugins.fingerprint import content_hash
 from trl_integration.callback import SpecRolloutCallback
 from trl_integration.checks import UnsupportedSetting, check_config, check_trainer, warn_of_little_use
 from trl_integration.config import SpecRolloutArguments
+from trl_integration.distribution import SampledDistribution
 from trl_integration.sampling import recorded_generate
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class SpecRolloutMixin:
         super().__init__(*args, **kwargs)
         check_trainer(self)
         warn_of_little_use(self)
+        sampler = "vllm" if self.use_vllm else "transformers"
+        self._sampled = SampledDistribution(self.temperature, self.top_k, self.top_p, self.min_p, sampler)
         fingerprint = self._fingerprint()
         self.spec_rollout = SpeculativeRollout(
             cache=TrajectoryCache(config.cache_directory(), fingerprint, config.spec_cache_max_mib),
@@ -109,7 +112,9 @@ class SpecRolloutMixin:
                 "min_p": self.min_p,
                 "repetition_penalty": self.repetition_penalty,
                 "eos_token_ids": sorted(self.eos_token_ids),
-            },
+            }
+            # Libraries cut the support in different orders.
+            | ({"sampler": self._sampled.sampler} if self._sampled.truncated else {}),
         )
 
     def _generate_single_turn(
@@ -143,7 +148,7 @@ class SpecRolloutMixin:
 
             def generate(contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
                 model = self.accelerator.unwrap_model(self.model_wrapped)
-                with recorded_generate(model, budgets, self.eos_token_ids, self.temperature) as recorder:
+                with recorded_generate(model, budgets, self.eos_token_ids, self._sampled.warpers) as recorder:
                     single_turn(list(contexts))
                 return recorder.continuations()
 
@@ -168,6 +173,9 @@ class SpecRolloutMixin:
     ) -> list[NDArray[np.float32]]:
         """Log-probs of continuations by the trainer's forward, see [`specrl_plugins.Engine.score`].
 
+        They are of the distribution that is sampled. Where its support is cut (top-k, top-p, min-p) they differ from
+        those that TRL's own forward returns and TRL's loss is made of, which know of the temperature only.
+
         In batches of `per_device_train_batch_size` rows of similar length, so that little is padded.
         """
         device, pad_id = self.accelerator.device, self._tokenizer.pad_token_id
@@ -187,9 +195,12 @@ class SpecRolloutMixin:
                     ],
                     1,
                 )
-                logprobs, _, _ = super()._get_per_token_logps_and_entropies(
-                    self.model, torch.cat([left, right], 1), mask, right.size(1)
-                )
+                sequences = (self.model, torch.cat([left, right], 1), mask, right.size(1))
+                if self._sampled.truncated:
+                    with self.accelerator.autocast():
+                        logprobs = self._sampled.logprobs(*sequences)
+                else:
+                    logprobs, _, _ = super()._get_per_token_logps_and_entropies(*sequences)
                 for row, line in zip(rows, logprobs.float().cpu().numpy(), strict=True):
                     scored[row] = line[: len(continuations[row])]
         return scored
@@ -210,6 +221,7 @@ class SpecRolloutMixin:
             or self._scored is not None
             or model is not self.model
             or self.args.spec_verifier != "trainer"
+            or self._sampled.truncated  # verification scores the truncated distribution, TRL the whole one
         ):
             return forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         responses, device = self._rollout.responses, input_ids.device
