@@ -100,7 +100,8 @@ def test_what_is_sampled_has_the_frequencies_that_are_scored(model, tied_model, 
     policy, rows = tied_model if ties else model, 20000
     with torch.no_grad():
         one = prompts(1)
-        every = torch.cat([one.expand(48, 5), torch.arange(48)[:, None]], 1)[: policy.config.vocab_size]
+        vocabulary = torch.arange(policy.config.vocab_size)[:, None]
+        every = torch.cat([one.expand(len(vocabulary), 5), vocabulary], 1)
         scored = distribution(**sampling).logprobs(policy, every, torch.ones_like(every), 1)[:, 0]
         plain = distribution().logprobs(policy, every, torch.ones_like(every), 1)[:, 0]
     assert scored.exp().sum() == pytest.approx(1, abs=1e-5)
