@@ -92,12 +92,12 @@ def test_recording_does_not_change_what_is_sampled(model, tied_model, sampling):
 @pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
 @pytest.mark.parametrize("sampling", truncation.SETTINGS, ids=truncation.name)
 def test_what_is_sampled_has_the_frequencies_that_are_scored(model, tied_model, sampling, ties):
-    """20,000 first tokens after one prompt by chi-square against their scores, deviate below 4, seed 3.
+    """10,000 first tokens after one prompt by chi-square against their scores, deviate below 4, seed 3.
 
     The settings are those of plain `generate`. A score is that of the trainer's verifier. The same tokens are far
     from the chances without these settings (above 10). Ties: 5 and 12 kept tokens end within a pair of equals.
     """
-    policy, rows = tied_model if ties else model, 20000
+    policy, rows = tied_model if ties else model, 10000
     with torch.no_grad():
         one = prompts(1)
         vocabulary = torch.arange(policy.config.vocab_size)[:, None]

@@ -75,7 +75,7 @@ def test_reuse_begins_with_the_second_epoch_and_log_probs_are_right(tiny_model, 
 
 @pytest.mark.parametrize("sampling", truncation.SETTINGS[1:], ids=truncation.name)
 def test_every_cut_of_the_support_reuses_and_hands_over_and_stores_right_log_probs(tiny_model, tmp_path, sampling):
-    trainer, _ = run(tiny_model, tmp_path, **sampling)
+    trainer, _ = run(tiny_model, tmp_path, learning_rate=3e-4, **sampling)
     fraction = history(trainer, "spec/reused_token_fraction")
     assert fraction[:3] == [0, 0, 0] and min(fraction[3:]) > 0
     assert trainer.checked_rows == 9 * 8
