@@ -14,7 +14,8 @@ import vllm_cpu
 from conftest import build_tiny_model
 from trl_runs import CheckedGRPOTrainer, CheckedRLOOTrainer, build, history, settings
 
-from trl_integration import SpecGRPOConfig, SpecRLOOConfig
+from specrl_plugins import FingerprintMismatch
+from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig
 
 pytestmark = [pytest.mark.trl, pytest.mark.vllm]
 
@@ -95,6 +96,13 @@ def test_with_a_cut_support_a_policy_that_does_not_change_reuses_everything(tiny
     )
     assert history(trainer, "spec/full_reuse_rate") == [0, 0, 0] + [1] * 6
     assert calls.count("generate") == 3
+
+
+def test_with_a_cut_support_the_cache_of_the_other_sampling_library_is_refused(tiny_model, tmp_path):
+    cuts = truncation.SETTINGS[-1]
+    build(tiny_model, settings(tmp_path, **cuts), trainer=SpecGRPOTrainer).train()
+    with pytest.raises(FingerprintMismatch, match=r"sampling\.sampler: 'transformers' in the cache, 'vllm' now"):
+        run(tiny_model, tmp_path, **cuts)
 
 
 @pytest.mark.parametrize("verifier", ["trainer", "engine"])
