@@ -6,7 +6,7 @@ it. The order matters: each cut of the support is measured by what the one befor
 | | order |
 | --- | --- |
 | transformers 5.15, `generate` | temperature, top-k, top-p, min-p |
-| vLLM 0.26 and 0.29 | temperature, min-p, top-k, top-p |
+| vLLM 0.29 | temperature, min-p, top-k, top-p |
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def truncates(top_k: int, top_p: float, min_p: float | None) -> bool:
 class _VLLMTopKTopP(LogitsProcessor):
     """vLLM's top-k and top-p, by the function that its sampler calls: kernels differ in which of two equals they keep.
 
-    Read in vLLM 0.26 and 0.29. Like its sampler it hands over a `k` that keeps all as the size of the vocabulary, and
+    Read in vLLM 0.29. Like its sampler it hands over a `k` that keeps all as the size of the vocabulary, and
     nothing for a setting that no row has.
     """
 
