@@ -55,9 +55,9 @@ class RolloutCounts:
     dropped_length: int = 0
     """Drafts left aside because prompt and draft exceed the engine's context."""
     dropped_nonfinite: int = 0
-    """Drafts left aside for a log-prob under the current policy that is not finite."""
+    """Drafts left aside for a log-prob under the current policy that is NaN or infinite."""
     unstored_rows: int = 0
-    """Responses that were not cached: a log-prob is not finite, or the disk refused."""
+    """Responses that were not cached: a log-prob is not a number, or the disk refused."""
     corrected_rows: int = 0
     """Rows that the trainer corrects for having been sampled by another policy."""
     masked_rows: int = 0
@@ -103,7 +103,7 @@ class RolloutCounts:
         | `spec/refresh_rate` | drafts left aside by the refresh rate / rows |
         | `spec/outlived_rate` | drafts left aside by the carry-over limit / rows |
         | `spec/paused_rate` | rows not looked up because verifying did not pay / rows |
-        | `spec/dropped_drafts` | drafts that could not be used (vocabulary, context length, not finite) |
+        | `spec/dropped_drafts` | drafts that could not be used (vocabulary, context length, no log-probs) |
         | `spec/unstored_rows` | responses that were not cached |
         | `spec/masked_row_rate` | rows that importance-sampling correction leaves out of the loss / rows that it corrects |
         | `spec/exchanged_mib` | trajectories that all ranks sent to other nodes, MiB; only with several nodes |

@@ -9,11 +9,13 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
 
+import truncation
 import vllm_cpu
 from conftest import build_tiny_model
 from trl_runs import CheckedGRPOTrainer, CheckedRLOOTrainer, build, history, settings
 
-from trl_integration import SpecGRPOConfig, SpecRLOOConfig
+from specrl_plugins import FingerprintMismatch
+from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig
 
 pytestmark = [pytest.mark.trl, pytest.mark.vllm]
 
@@ -70,6 +72,37 @@ def test_reuse_begins_with_the_second_epoch_and_log_probs_are_right(tiny_model, 
     assert calls.count("generate") == len(fraction) * (1 if changes.get("spec_verifier") != "engine" else 2) - (
         first_epoch if changes.get("spec_verifier") == "engine" else 0
     )
+
+
+@pytest.mark.parametrize("sampling", truncation.SETTINGS[1:], ids=truncation.name)
+def test_every_cut_of_the_support_reuses_and_hands_over_and_stores_right_log_probs(tiny_model, tmp_path, sampling):
+    trainer, _ = run(tiny_model, tmp_path, learning_rate=3e-4, **sampling)
+    fraction = history(trainer, "spec/reused_token_fraction")
+    assert fraction[:3] == [0, 0, 0] and min(fraction[3:]) > 0
+    assert trainer.checked_rows == 9 * 8
+    total = trainer.spec_rollout.total
+    assert total.dropped_nonfinite == total.unstored_rows == 0
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_with_a_cut_support_a_policy_that_does_not_change_reuses_everything(tiny_model, tmp_path, correction):
+    trainer, calls = run(
+        tiny_model,
+        tmp_path,
+        learning_rate=0.0,
+        spec_log_lenience=1e-3,
+        vllm_importance_sampling_correction=correction,
+        **truncation.SETTINGS[-1],
+    )
+    assert history(trainer, "spec/full_reuse_rate") == [0, 0, 0] + [1] * 6
+    assert calls.count("generate") == 3
+
+
+def test_with_a_cut_support_the_cache_of_the_other_sampling_library_is_refused(tiny_model, tmp_path):
+    cuts = truncation.SETTINGS[-1]
+    build(tiny_model, settings(tmp_path, **cuts), trainer=SpecGRPOTrainer).train()
+    with pytest.raises(FingerprintMismatch, match=r"sampling\.sampler: 'transformers' in the cache, 'vllm' now"):
+        run(tiny_model, tmp_path, **cuts)
 
 
 @pytest.mark.parametrize("verifier", ["trainer", "engine"])

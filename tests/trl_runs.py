@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import truncation
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import AutoTokenizer
@@ -62,7 +63,9 @@ def history(trainer, name):
 class Checked:
     """Mixed into a trainer: recomputes every rollout with a plain forward and compares all that was made of it.
 
-    Tolerance of a log-prob: 1e-4 nats (fp32; batches are padded differently).
+    Log-probs that are stored or said to be sampled are of the distribution that is sampled; the old log-probs of the
+    loss are TRL's, of the whole distribution. Tolerance of a log-prob: 1e-4 nats (fp32; batches are padded
+    differently).
     """
 
     tolerance = 1e-4
@@ -96,12 +99,16 @@ class Checked:
             room = ((self.args.use_vllm and self.args.vllm_max_model_length) or 10**6) - len(prompt)
             assert stored.finish_reason == "stop" or len(ids) == min(self.max_completion_length, room)
             with torch.no_grad():
-                logits = self.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-            plain = (logits / self.temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
-            np.testing.assert_allclose(stored.logprobs, plain, atol=self.tolerance)
-            for name in ("old_per_token_logps", "sampling_per_token_logps"):
+                logits = self.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].numpy()
+            whole = dict(temperature=self.temperature)
+            cut = whole | dict(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+            sampler = "vllm" if self.args.use_vllm else "transformers"
+            sampled = truncation.log_probs(logits, sampler, **cut)[np.arange(len(ids)), ids]
+            plain = truncation.log_probs(logits, **whole)[np.arange(len(ids)), ids]
+            np.testing.assert_allclose(stored.logprobs, sampled, atol=self.tolerance)
+            for name, expected in (("old_per_token_logps", plain), ("sampling_per_token_logps", sampled)):
                 if name in output and not masked_out:
-                    np.testing.assert_allclose(output[name][row][: len(ids)], plain, atol=self.tolerance)
+                    np.testing.assert_allclose(output[name][row][: len(ids)], expected, atol=self.tolerance)
             self.checked_rows += 1
         return output
 

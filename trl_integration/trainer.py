@@ -35,6 +35,7 @@ from specrl_plugins.fingerprint import content_hash
 from trl_integration.callback import SpecRolloutCallback
 from trl_integration.checks import UnsupportedSetting, check_config, check_trainer, warn_of_little_use
 from trl_integration.config import SpecRolloutArguments
+from trl_integration.distribution import SampledDistribution
 from trl_integration.ranks import EngineRanks, TrainingRanks
 from trl_integration.sampling import recorded_generate
 
@@ -83,6 +84,8 @@ class SpecRolloutMixin:
         super().__init__(*args, **kwargs)
         check_trainer(self)
         warn_of_little_use(self)
+        sampler = "vllm" if self.use_vllm else "transformers"
+        self._sampled = SampledDistribution(self.temperature, self.top_k, self.top_p, self.min_p, sampler)
         fingerprint, ranks = self._fingerprint(), TrainingRanks(self.accelerator)
         directory = config.cache_directory(ranks.nodes[ranks.index])
         self.spec_rollout = SpeculativeRollout(
@@ -118,7 +121,9 @@ class SpecRolloutMixin:
                 "min_p": self.min_p,
                 "repetition_penalty": self.repetition_penalty,
                 "eos_token_ids": sorted(self.eos_token_ids),
-            },
+            }
+            # Libraries cut the support in different orders.
+            | ({"sampler": self._sampled.sampler} if self._sampled.truncated else {}),
         )
 
     def _generate_single_turn(
@@ -163,7 +168,7 @@ class SpecRolloutMixin:
                 model = self.accelerator.unwrap_model(self.model_wrapped)
                 # Other ranks generate: a sharded model needs all of them.
                 rows, budgets = (contexts, budgets) if contexts else ([[self._tokenizer.pad_token_id]], [1])
-                with recorded_generate(model, budgets, self.eos_token_ids, self.temperature) as recorder:
+                with recorded_generate(model, budgets, self.eos_token_ids, self._sampled.warpers) as recorder:
                     single_turn(list(rows))
                 return recorder.continuations()[: len(contexts)]
 
@@ -188,6 +193,9 @@ class SpecRolloutMixin:
     ) -> list[NDArray[np.float32]]:
         """Log-probs of continuations by the trainer's forward, see [`specrl_plugins.Engine.score`].
 
+        They are of the distribution that is sampled. Where its support is cut (top-k, top-p, min-p) they differ from
+        those that TRL's own forward returns and TRL's loss is made of, which know of the temperature only.
+
         In batches of `per_device_train_batch_size` rows of similar length, so that little is padded; as many on each
         rank, since a sharded model needs all ranks for a forward.
         """
@@ -209,9 +217,12 @@ class SpecRolloutMixin:
                     _pad([np.ones(len(row)) for row in left], 0, "left", device),
                     _pad([np.ones(len(row)) for row in right], 0, "right", device),
                 ]
-                logprobs, _, _ = super()._get_per_token_logps_and_entropies(
-                    self.model, torch.cat(ids, 1), torch.cat(mask, 1), ids[1].size(1)
-                )
+                sequences = (self.model, torch.cat(ids, 1), torch.cat(mask, 1), ids[1].size(1))
+                if self._sampled.truncated:
+                    with self.accelerator.autocast():
+                        logprobs = self._sampled.logprobs(*sequences)
+                else:
+                    logprobs, _, _ = super()._get_per_token_logps_and_entropies(*sequences)
                 lines = logprobs.float().cpu().numpy()
                 for row, line in zip(rows, lines[: len(rows)], strict=True):
                     scored[row] = line[: len(continuations[row])]
@@ -233,6 +244,7 @@ class SpecRolloutMixin:
             or self._scored is not None
             or not self._is_policy(model)
             or self.args.spec_verifier != "trainer"
+            or self._sampled.truncated  # verification scores the truncated distribution, TRL the whole one
         ):
             return forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         assert self.spec_rollout is not None
