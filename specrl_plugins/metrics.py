@@ -105,7 +105,7 @@ class RolloutCounts:
         | `spec/paused_rate` | rows not looked up because verifying did not pay / rows |
         | `spec/dropped_drafts` | drafts that could not be used (vocabulary, context length, no log-probs) |
         | `spec/unstored_rows` | responses that were not cached |
-        | `spec/masked_row_rate` | rows that importance-sampling correction leaves out of the loss / rows that it corrects |
+        | `spec/masked_row_rate` | rows that the trainer's importance correction leaves out of the loss / rows |
         | `spec/exchanged_mib` | trajectories that all ranks sent to other nodes, MiB; only with several nodes |
         | `spec/time/lookup_s`, `verify_s`, `generate_s`, `store_s` | seconds of each stage |
         | `spec/time/spared_s` | seconds of the trainer's log-prob pass that verification saved |

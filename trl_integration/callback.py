@@ -92,8 +92,8 @@ class SpecRolloutCallback(RunLog):
             self._warned_masked = True
             logger.warning(
                 "TRL's importance-sampling correction leaves %.0f%% of the rows out of the loss. In its modes for "
-                "whole sequences, small differences add up over a long response. Use `spec_reused_logprobs='verified'`, or "
-                "`vllm_importance_sampling_mode='token_truncate'`.",
+                "whole sequences, small differences add up over a long response. Use "
+                "`spec_reused_logprobs='verified'`, or `vllm_importance_sampling_mode='token_truncate'`.",
                 100 * masked,
             )
         total = self.trainer.spec_rollout.total
