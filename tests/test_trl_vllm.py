@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
 
+import numpy as np
+import torch
 import truncation
 import vllm_cpu
 from conftest import build_tiny_model
@@ -25,9 +27,9 @@ def repaired_vllm():
     vllm_cpu.repair()
 
 
-def run(model, output_dir, config=SpecGRPOConfig, trainer=CheckedGRPOTrainer, **changes):
+def run(model, output_dir, config=SpecGRPOConfig, trainer=CheckedGRPOTrainer, parts=None, **changes):
     engine = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=64)
-    trainer = build(model, settings(output_dir, config, **(engine | changes)), trainer=trainer)
+    trainer = build(model, settings(output_dir, config, **(engine | changes)), trainer=trainer, **(parts or {}))
     calls = watch(trainer.vllm_generation.llm)
     trainer.train()
     del trainer.vllm_generation.llm._llm
@@ -103,6 +105,76 @@ def test_with_a_cut_support_the_cache_of_the_other_sampling_library_is_refused(t
     build(tiny_model, settings(tmp_path, **cuts), trainer=SpecGRPOTrainer).train()
     with pytest.raises(FingerprintMismatch, match=r"sampling\.sampler: 'transformers' in the cache, 'vllm' now"):
         run(tiny_model, tmp_path, **cuts)
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(spec_verifier="engine", beta=0.05)], ids=["trainer", "engine-kl"])
+def test_lora_whose_adapters_are_merged_for_the_engine(tiny_model, tmp_path, changes):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    trainer, _ = run(tiny_model, tmp_path, parts=dict(peft_config=lora), learning_rate=1e-2, **changes)
+    total = trainer.spec_rollout.total
+    assert 0 < total.reused_tokens < total.drafted_tokens  # the policy moves
+    assert trainer.checked_rows == 9 * 8
+
+
+class CorrectedTrainer(SpecGRPOTrainer):
+    """Notes, of each rollout, what TRL's importance-sampling correction was told and what it made of that."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        answer = super()._generate_single_turn(*args, **kwargs)
+        self.drafts = [(r.prefix, r.draft.logprobs[: r.prefix] if r.prefix else []) for r in self._rollout.responses]
+        return answer
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        self.corrections = [*getattr(self, "corrections", []), (self.drafts, output)]
+        return output
+
+
+LENIENCE = 0.5
+SMALLEST = 0.7  # above exp(-0.5), so that some reused tokens are below
+
+
+@pytest.mark.parametrize("told", ["verified", "behaviour"])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_what_importance_sampling_correction_is_told_of_reused_tokens(tiny_model, tmp_path, mode, told):
+    limits = dict(vllm_importance_sampling_clip_min=SMALLEST, vllm_importance_sampling_clip_max=1.3)
+    settings = dict(vllm_importance_sampling_mode=mode, spec_reused_logprobs=told, num_train_epochs=2)
+    trainer, _ = run(tiny_model, tmp_path, trainer=CorrectedTrainer, learning_rate=5e-3, **limits, **settings)
+    rates, told_apart = [], 0
+    for drafts, output in trainer.corrections:
+        mask = output["completion_mask"].bool()
+        old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
+        for row, (prefix, draft) in enumerate(drafts):
+            verified = old[row, :prefix].numpy()
+            written = np.minimum(draft, LENIENCE + verified)
+            np.testing.assert_allclose(sampling[row, :prefix], verified if told == "verified" else written, atol=1e-4)
+            told_apart += bool(prefix) and np.abs(written - verified).max() > 1e-2
+            # The engine's own tokens are sampled by the policy of today.
+            np.testing.assert_allclose(
+                sampling[row, prefix:][mask[row, prefix:]], old[row, prefix:][mask[row, prefix:]], atol=1e-4
+            )
+        differences = torch.where(mask, old - sampling, 0.0)
+        ratio = (differences.sum(1, keepdim=True) if "sequence" in mode else differences).exp()
+        inside = (ratio >= SMALLEST) & (ratio <= 1.3)
+        expected = ratio.clamp(SMALLEST, 1.3) if "truncate" in mode else ratio * inside
+        torch.testing.assert_close(output["importance_sampling_ratio"], expected, atol=1e-4, rtol=1e-4)
+        if told == "behaviour":  # the rule that kept them bounds the ratio of each reused token
+            assert (differences > -LENIENCE - 1e-4).all()
+        else:
+            assert (expected - 1).abs().max() < 1e-3
+        rates.append(0.0 if "truncate" in mode else (~inside | ~mask).all(1).float().mean().item())
+    assert told_apart > 0
+    assert history(trainer, "spec/masked_row_rate") == pytest.approx(rates)
+    if mode == "sequence_mask":
+        assert (sum(rates) > 0) == (told == "behaviour")
+
+
+def test_a_correction_that_masks_most_rows_is_warned_about(tiny_model, tmp_path, caplog):
+    trainer, _ = run(tiny_model, tmp_path, num_train_epochs=1, vllm_importance_sampling_clip_max=1e-6)
+    assert history(trainer, "spec/masked_row_rate") == [1, 1, 1]
+    warnings = [record.getMessage() for record in caplog.records if "out of the loss" in record.getMessage()]
+    assert len(warnings) == 1 and "100%" in warnings[0] and "token_truncate" in warnings[0]
 
 
 @pytest.mark.parametrize("verifier", ["trainer", "engine"])

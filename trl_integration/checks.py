@@ -112,6 +112,9 @@ def _unsupported_parts(trainer: Any) -> Iterator[str]:
         yield "`tools` and `environment_factory`: only single-turn rollouts can be reused."
     if getattr(trainer, "rollout_func", None) is not None:
         yield "`rollout_func`: it bypasses the trainer's own rollout, which is what is reused."
+    state = trainer.accelerator.state
+    if getattr(getattr(state, "fsdp_plugin", None), "fsdp_version", None) == 1:
+        yield "FSDP 1: not shown to work yet. Use FSDP 2 (`fsdp_version: 2`)."
     if not trainer.use_vllm:  # `generate` fills what TRL leaves open from the model's own config, then from defaults
         for name, value in trainer.model.generation_config.to_diff_dict().items():
             if value and name not in _NOT_SHAPING and not name.startswith(("_", "output_")):

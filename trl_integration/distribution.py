@@ -15,6 +15,7 @@ import inspect
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -75,23 +76,28 @@ class SampledDistribution:
             `torch.Tensor` of shape `(batch, logits_to_keep)`, fp32, nats; minus infinity for a token that the cut of
             the support leaves out.
         """
-        vocabulary = model.config.get_text_config().vocab_size
-        rows = max(1, _FORWARD_LOGITS // (logits_to_keep * vocabulary))
-        batches = zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
-        return torch.cat([self._logprobs(model, ids, mask, logits_to_keep) for ids, mask in batches])
-
-    def _logprobs(self, model: Any, ids: torch.Tensor, mask: torch.Tensor, kept: int) -> torch.Tensor:
         # One position more: the logits of a token stand before it. A model without this argument returns them all.
-        takes_it = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-        few = {"logits_to_keep": kept + 1} if takes_it else {}
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **few).logits[:, -kept - 1 : -1]
-        tokens = ids[:, -kept:].flatten()
+        inner = model.get_base_model() if is_peft_model(model) else model
+        takes_it = "logits_to_keep" in inspect.signature(type(inner).forward).parameters
+        few = {"logits_to_keep": logits_to_keep + 1} if takes_it else {}
+        output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **few)
+        logits = output.logits[:, -logits_to_keep - 1 : -1]
+        tokens = input_ids[:, -logits_to_keep:].flatten()
         at_once = max(1, _SORTED_LOGITS // logits.size(-1))
         scored = [
             self.token_logprobs(part, token)
             for part, token in zip(logits.flatten(0, 1).split(at_once), tokens.split(at_once), strict=True)
         ]
-        return torch.cat(scored).view(len(ids), kept)
+        return torch.cat(scored).view(len(input_ids), logits_to_keep)
+
+    def rows_at_once(self, tokens: int, vocabulary: int) -> int:
+        """How many rows one call of [`logprobs`] may have, so that its logits stay few; at least 1.
+
+        Args:
+            tokens (`int`): most tokens of a row that are scored.
+            vocabulary (`int`): token ids of the model.
+        """
+        return max(1, _FORWARD_LOGITS // (tokens * vocabulary))
 
     def token_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probs, nats, of tokens of shape `(rows,)` by the model's logits of shape `(rows, vocabulary)`."""

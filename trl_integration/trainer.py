@@ -205,6 +205,9 @@ class SpecRolloutMixin:
         order = np.argsort(lengths, kind="stable")
         scored: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(prompts)
         size = self.args.per_device_train_batch_size
+        if self._sampled.truncated:
+            longest = max(self.spec_rollout.ranks.gather(max(map(len, continuations), default=1)))
+            size = min(size, self._sampled.rows_at_once(longest, self.model.config.get_text_config().vocab_size))
         batches = [order[start : start + size].tolist() for start in range(0, len(order), size)]
         most = max(self.spec_rollout.ranks.gather(len(batches)))
         batches += [[]] * (most - len(batches))
