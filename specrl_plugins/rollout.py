@@ -158,7 +158,8 @@ class SpeculativeRollout(RolloutLedger):
                 else:
                     trajectories.append(trajectory)
             counts.unstored_rows += self._keep(trajectories)
-            self._keep(self._from_other_nodes(trajectories, counts))
+            if from_others := self._from_other_nodes(trajectories, counts):
+                self._keep(from_others)
         # Once all ranks are here, all have stored: no look-up for a later step can come too early.
         self.observe(totals(self.ranks.gather(counts)))
 

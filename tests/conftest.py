@@ -118,7 +118,8 @@ def tiny_model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def llm(tiny_model):
-    """A vLLM engine of the tiny model."""
+    """A vLLM engine of the tiny model. It starts torch's process group in this process, which OpenRLHF takes for its
+    own: the files that use it come after OpenRLHF's by name."""
     import vllm_cpu
     from vllm import LLM
 

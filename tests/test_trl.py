@@ -583,19 +583,20 @@ def test_all_settings_are_command_line_flags():
     flags = dict(
         output_dir="out", use_cpu="true", bf16="false", use_spec_rollout="true", spec_log_lenience="0.2",
         spec_rule="random", spec_carry_limit="3", spec_refresh_rate="0.25", spec_verifier="trainer",
-        spec_cache_dir="somewhere", spec_cache_max_mib="10", spec_guard="false",
+        spec_cache_dir="somewhere", spec_cache_max_mib="10", spec_guard="false", spec_reused_logprobs="behaviour",
     )  # fmt: skip
     line = [part for name, value in flags.items() for part in (f"--{name}", value)]
     (args,) = trl.TrlParser(SpecGRPOConfig).parse_args_and_config(line)
     assert args.use_spec_rollout and not args.spec_guard
     assert (args.spec_log_lenience, args.spec_rule, args.spec_carry_limit) == (0.2, "random", 3)
+    assert args.spec_reused_logprobs == "behaviour"
     assert (args.cache_directory(), args.spec_cache_max_mib) == (Path("somewhere"), 10)
 
 
 def test_every_setting_has_help():
     fields = SpecGRPOConfig.__dataclass_fields__.values()
     ours = [field for field in fields if field.name.startswith(("spec_", "use_spec"))]
-    assert len(ours) == 9
+    assert len(ours) == 10
     assert all(field.metadata.get("help") for field in ours)
 
 
