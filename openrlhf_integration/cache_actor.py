@@ -84,6 +84,7 @@ class RolloutCache:
         """Training starts at optimizer step `step`: forget what is newer; returns how many trajectories that were."""
         self._policy_step = step
         forgotten = self._cache.rewind(step)
+        self._cache.checkpoint(step)
         if forgotten:
             logger.warning(
                 "%d trajectories in %s are newer than step %d, where training starts, and were forgotten.",
@@ -92,6 +93,13 @@ class RolloutCache:
                 step,
             )
         return forgotten
+
+    def checkpoint(self, step: int) -> None:
+        """Training can be resumed from optimizer step `step` now, see [`TrajectoryCache.checkpoint`]."""
+        try:
+            self._cache.checkpoint(step)
+        except CacheWriteError as error:  # only room that is not freed
+            logger.warning("%s", error)
 
     def policy_is(self, step: int) -> None:
         """The engines have the weights after optimizer step `step`."""

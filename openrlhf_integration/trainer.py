@@ -5,6 +5,7 @@ Overridden (openrlhf 0.11.2, `openrlhf/trainer/ppo_trainer.py` and `ppo_trainer_
 - `BasePPOTrainer.train_step`: the metrics of its samples join the status that every tracker logs.
 - `BasePPOTrainer.broadcast_to_vllm`: the engines have the weights of another step now.
 - `BasePPOTrainer.init_checkpoint_states`: training starts at the step of a checkpoint, or at 0.
+- `BasePPOTrainer.save_logs_and_checkpoints`: the cache keeps what a checkpoint needs.
 - `PPOTrainer.__init__`, `GenerateSamplesActor.__init__`: make our samples generator.
 - `TrainingActor.__init__`, `TrainingActor.broadcast_to_vllm`: only passed on, see there.
 - `PPOTrainerAsync.__init__`: starts the two actors of asynchronous training.
@@ -40,6 +41,12 @@ class SpecTrainer(BasePPOTrainer):
         self._policy_step = states["global_step"]
         ray.get(self._cache.rewind.remote(self._policy_step))
         return states
+
+    def save_logs_and_checkpoints(self, global_step: int, *args: Any, **kwargs: Any) -> None:
+        super().save_logs_and_checkpoints(global_step, *args, **kwargs)
+        settings: Any = self.args
+        if global_step % settings.ckpt.save_steps == 0:  # OpenRLHF's own condition; the checkpoint is whole now
+            ray.get(self._cache.checkpoint.remote(global_step))
 
     def train_step(self, rollout_samples: RolloutSamples, global_step: int) -> tuple[dict[str, Any], int]:
         self._policy_step = global_step + 1

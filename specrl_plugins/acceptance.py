@@ -27,6 +27,10 @@ class ReuseRule(StrEnum):
     RANDOM = "random"
     FULL = "full"
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"the rule of reuse is one of {', '.join(cls)}, not {value!r}")
+
 
 class _Stream:
     """Independent uses of the uniforms of one (seed, prompt, slot, step)."""

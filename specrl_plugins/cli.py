@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from specrl_plugins import report
-from specrl_plugins.cache import CacheError, TrajectoryCache
+from specrl_plugins import __version__, report
+from specrl_plugins.cache import FILE_NAME, CacheError, TrajectoryCache
 
 # Hexadecimal digits of a prompt key that `show` prints: enough to tell prompts apart.
 _KEY_DIGITS = 12
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="specrl", description="Tools for speculative rollouts.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     cache = commands.add_parser("cache", help="look into a trajectory cache, or trim it")
     actions = cache.add_subparsers(metavar="COMMAND", required=True)
@@ -80,8 +81,15 @@ def _parser() -> argparse.ArgumentParser:
 # -- commands
 
 
+def _open(directory: Path) -> TrajectoryCache:
+    inside = directory / "spec_cache"  # the output directory of a run is a likely guess
+    if inside.is_dir() and not (directory / FILE_NAME).exists():
+        raise CacheError(f"there is no trajectory cache in {directory}, but there may be one in {inside}")
+    return TrajectoryCache(directory)
+
+
 def _stats(args: argparse.Namespace) -> int:
-    with TrajectoryCache(args.dir) as cache:
+    with _open(args.dir) as cache:
         stats, fingerprint = cache.stats(), cache.fingerprint
     assert fingerprint is not None  # an existing cache has one
     lines = {
@@ -100,7 +108,7 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    with TrajectoryCache(args.dir) as cache:
+    with _open(args.dir) as cache:
         # Iterating, unlike a look-up, leaves alone when a trajectory was last used.
         if args.prompt is None:
             shown = list(islice(cache, args.limit))
@@ -126,14 +134,14 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    with TrajectoryCache(args.dir) as cache:
+    with _open(args.dir) as cache:
         rows, damaged = cache.verify()
     print(f"{rows} rows, {damaged or 'none'} of them damaged")
     return 1 if damaged else 0
 
 
 def _prune(args: argparse.Namespace) -> int:
-    with TrajectoryCache(args.dir) as cache:
+    with _open(args.dir) as cache:
         forgotten = 0 if args.after_step is None else cache.rewind(args.after_step)
         # Without a limit it only shrinks the file.
         forgotten += cache.prune(math.inf if args.max_mib is None else args.max_mib)
@@ -146,7 +154,13 @@ def _report(args: argparse.Namespace) -> int:
     baseline = None if args.baseline is None else report.load(args.baseline)
     print(report.table(run, baseline))
     path = args.output or args.run_dir / "specrl_report.png"
-    report.draw(run, baseline, path)
+    try:
+        report.draw(run, baseline, path)
+    except report.ReportError as error:
+        if args.output:
+            raise
+        print(f"specrl: no chart: {error}", file=sys.stderr)  # nobody asked for it
+        return 0
     print(f"Chart: {path}")
     return 0
 

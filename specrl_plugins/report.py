@@ -129,6 +129,8 @@ def table(run: list[dict[str, Any]], baseline: list[dict[str, Any]] | None = Non
     text = align(rows)
     if run[-1]["step"] != baseline[-1]["step"]:
         text += f"\nThe runs differ in length: only steps up to {last} are compared."
+    if any(record["reused"] for record in baseline):
+        text += "\nThe baseline reused tokens too: it is no plain run."
     return text
 
 

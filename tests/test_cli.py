@@ -14,6 +14,7 @@ import pytest
 from conftest import make_trajectory, same
 from test_report import plain_entry, reuse_run, write
 
+import specrl_plugins
 from specrl_plugins import TrajectoryCache, prompt_key
 from specrl_plugins.cache import FILE_NAME
 from specrl_plugins.cli import main
@@ -332,9 +333,26 @@ def test_report_errors(capsys, tmp_path, monkeypatch):
     assert err.count("\n") == 1
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = run(capsys, "report", tmp_path / "reuse")
+    assert code == 0  # nobody asked for a chart, and the table needs no matplotlib
+    assert out.startswith("epoch")
+    assert err == "specrl: no chart: drawing needs matplotlib: pip install 'specrl-plugins[report]'\n"
+    code, out, err = run(capsys, "report", tmp_path / "reuse", "--output", tmp_path / "chart.png")
     assert code == 2
-    assert out.startswith("epoch")  # the table needs no matplotlib
     assert err == "specrl: drawing needs matplotlib: pip install 'specrl-plugins[report]'\n"
+    _, out, _ = run(capsys, "report", tmp_path / "reuse", "--baseline", tmp_path / "reuse")
+    assert "no plain run" in out
+
+
+def test_the_output_directory_of_a_run_is_a_likely_guess(tmp_path, capsys):
+    (tmp_path / "spec_cache").mkdir()
+    code, _, err = run(capsys, "cache", "stats", tmp_path)
+    assert code == 2
+    assert str(tmp_path / "spec_cache") in err
+
+
+def test_version(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert (code, out) == (0, f"specrl {specrl_plugins.__version__}\n")
 
 
 # -- the script

@@ -456,7 +456,9 @@ def test_rollout_functions_are_refused(tiny_model, tmp_path):
     [
         (dict(spec_refresh_rate=1.5), "refresh_rate"),
         (dict(spec_carry_limit=0), "carry_limit"),
-        (dict(spec_rule="best"), "best"),
+        (dict(spec_rule="best"), "speculative, random, full, not 'best'"),
+        (dict(spec_guard="no"), "spec_guard"),
+        (dict(use_spec_rollout="no"), "use_spec_rollout"),
         (dict(spec_verifier="oracle"), "spec_verifier"),
         (dict(spec_cache_max_mib=0), "spec_cache_max_mib"),
         (dict(spec_cache_max_mib=float("nan")), "spec_cache_max_mib"),

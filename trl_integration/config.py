@@ -109,6 +109,9 @@ class SpecRolloutArguments:
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes next in every class that mixes this in
+        for name in ("use_spec_rollout", "spec_guard"):
+            if not isinstance(getattr(self, name), bool):  # any string would count as true
+                raise ValueError(f"`{name}` is True or False, not {getattr(self, name)!r}.")
         if self.spec_verifier not in ("trainer", "engine"):
             raise ValueError(f"`spec_verifier` is 'trainer' or 'engine', not {self.spec_verifier!r}.")
         if self.spec_reused_logprobs not in ("verified", "behaviour"):
