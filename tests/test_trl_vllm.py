@@ -177,6 +177,12 @@ def test_a_correction_that_masks_most_rows_is_warned_about(tiny_model, tmp_path,
     assert len(warnings) == 1 and "100%" in warnings[0] and "token_truncate" in warnings[0]
 
 
+def test_rows_that_were_left_out_for_their_length_are_not_masked_by_the_correction(tiny_model, tmp_path):
+    trainer, _ = run(tiny_model, tmp_path, num_train_epochs=1, mask_truncated_completions=True)
+    assert max(history(trainer, "completions/clipped_ratio")) > 0
+    assert history(trainer, "spec/masked_row_rate") == [0, 0, 0]
+
+
 @pytest.mark.parametrize("verifier", ["trainer", "engine"])
 def test_with_sleep_mode_the_engine_works_only_between_waking_and_sleeping(tiny_model, tmp_path, verifier):
     trainer, calls = run(tiny_model, tmp_path, vllm_enable_sleep_mode=True, spec_verifier=verifier)

@@ -336,8 +336,9 @@ def _count_masked(rollout: Rollout, output: dict[str, Any]) -> None:
     ratio = output.get("importance_sampling_ratio")
     if ratio is not None:  # of shape (batch, tokens), or (batch, 1) in its sequence modes
         mask = output["completion_mask"].bool()
-        rollout.counts.corrected_rows += len(mask)
-        rollout.counts.masked_rows += int(((ratio == 0) | ~mask).all(1).sum())
+        in_loss = mask.any(1)  # `mask_truncated_completions` has left out others before
+        rollout.counts.corrected_rows += int(in_loss.sum())
+        rollout.counts.masked_rows += int((((ratio == 0) | ~mask).all(1) & in_loss).sum())
 
 
 def _pad(rows: Sequence[Any], value: int, side: str, device: torch.device) -> torch.Tensor:
