@@ -180,7 +180,8 @@ def test_a_correction_that_masks_most_rows_is_warned_about(tiny_model, tmp_path,
 def test_rows_that_were_left_out_for_their_length_are_not_masked_by_the_correction(tiny_model, tmp_path):
     trainer, _ = run(tiny_model, tmp_path, num_train_epochs=1, mask_truncated_completions=True)
     assert max(history(trainer, "completions/clipped_ratio")) > 0
-    assert history(trainer, "spec/masked_row_rate") == [0, 0, 0]
+    rates = history(trainer, "spec/masked_row_rate")  # none for a step whose rows were all too long
+    assert rates and set(rates) == {0}
 
 
 @pytest.mark.parametrize("verifier", ["trainer", "engine"])
