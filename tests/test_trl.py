@@ -327,7 +327,6 @@ def test_another_sampling_setting_refuses_the_old_cache(tiny_model, tmp_path):
         (dict(repetition_penalty=1.1), "repetition_penalty"),
         (dict(generation_kwargs={"no_repeat_ngram_size": 2}), "generation_kwargs"),
         (dict(use_vllm=True, vllm_mode="colocate", vllm_structured_outputs_regex="[0-9]+"), "structured_outputs"),
-        (dict(use_transformers_continuous_batching=True), "continuous_batching"),
         (dict(max_completion_length=None), "max_completion_length"),
     ],
 )

@@ -71,7 +71,7 @@ class Checked:
         output = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
-        self.checked_rows = getattr(self, "checked_rows", 0)
+        self.checked_rows, self.went_on_rows = getattr(self, "checked_rows", 0), getattr(self, "went_on_rows", 0)
         eos = set(self.eos_token_ids)
         prompts = [
             ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"], strict=True)
@@ -83,26 +83,32 @@ class Checked:
             (stored,) = self.spec_rollout.cache.get_many([(keys[place], slot)])
             ids = stored.tokens.tolist()
             # What the trainer received is what was stored: never over the cap, one end token at the most, at the end.
-            received = output["completion_ids"][row]
-            assert received[: len(ids)].tolist() == ids
-            assert (received[len(ids) :] == self._tokenizer.pad_token_id).all()
-            mask = output["completion_mask"][row]
-            ended = ids[-1] in eos or ids[-1] == self._tokenizer.pad_token_id  # by TRL's own count
-            masked_out = self.mask_truncated_completions and not ended
-            assert int(mask.sum()) == (0 if masked_out else len(ids))
+            # With tools it may go on, with what they answered and what was written then.
+            received, mask = output["completion_ids"][row], output["completion_mask"][row]
+            kept = int(mask.sum())  # 0 where TRL masks a response that was cut
+            whole = received[: max(kept, len(ids))].tolist()
+            assert whole[: len(ids)] == ids
+            if not getattr(self, "tools", None):
+                assert (received[len(ids) :] == self._tokenizer.pad_token_id).all()
+                ended = ids[-1] in eos or ids[-1] == self._tokenizer.pad_token_id  # by TRL's own count
+                assert kept == (0 if self.mask_truncated_completions and not ended else len(ids))
             assert 0 < len(ids) <= self.max_completion_length
             assert not eos & set(ids[:-1])
             assert (ids[-1] in eos) == (stored.finish_reason == "stop")
             room = ((self.args.use_vllm and self.args.vllm_max_model_length) or 10**6) - len(prompt)
             assert stored.finish_reason == "stop" or len(ids) == min(self.max_completion_length, room)
             with torch.no_grad():
-                logits = self.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-            plain = (logits / self.temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
-            np.testing.assert_allclose(stored.logprobs, plain, atol=self.tolerance)
-            for name in ("old_per_token_logps", "sampling_per_token_logps"):
-                if name in output and not masked_out:
-                    np.testing.assert_allclose(output[name][row][: len(ids)], plain, atol=self.tolerance)
+                logits = self.model(torch.tensor([prompt + whole])).logits[0, len(prompt) - 1 : -1]
+            plain = (logits / self.temperature).log_softmax(-1).gather(1, torch.tensor(whole)[:, None])[:, 0].numpy()
+            np.testing.assert_allclose(stored.logprobs, plain[: len(ids)], atol=self.tolerance)
+            written = output.get("tool_mask", output["completion_mask"])[row, :kept].bool()  # not by a tool
+            for name, known in (("old_per_token_logps", mask[:kept].bool()), ("sampling_per_token_logps", written)):
+                if name in output:
+                    np.testing.assert_allclose(
+                        output[name][row, :kept][known], plain[:kept][known.numpy()], atol=self.tolerance
+                    )
             self.checked_rows += 1
+            self.went_on_rows += bool(len(whole) > len(ids) and stored.ages.all())  # after a turn that was reused whole
         return output
 
 
