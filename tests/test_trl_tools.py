@@ -22,9 +22,7 @@ def model(tmp_path_factory):
 
 
 def tools_run(model, args, trainer=CheckedGRPOTrainer, **changes):
-    content = dict(tools=[trl_tools.spell], reward_funcs=trl_tools.RecordedReward())
-    content |= dict(prompts=trl_tools.CHAT_PROMPTS, processing_class=trl_tools.tokenizer(model))
-    return build(model, args, trainer=trainer, **(content | changes))
+    return build(model, args, trainer=trainer, **(trl_tools.parts(model) | changes))
 
 
 @pytest.mark.parametrize(

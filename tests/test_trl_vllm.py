@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
 
+import trl_tools
 import vllm_cpu
 from conftest import build_tiny_model
 from trl_runs import CheckedGRPOTrainer, CheckedRLOOTrainer, build, history, settings
@@ -23,9 +24,9 @@ def repaired_vllm():
     vllm_cpu.repair()
 
 
-def run(model, output_dir, config=SpecGRPOConfig, trainer=CheckedGRPOTrainer, **changes):
+def run(model, output_dir, config=SpecGRPOConfig, trainer=CheckedGRPOTrainer, parts=None, **changes):
     engine = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=64)
-    trainer = build(model, settings(output_dir, config, **(engine | changes)), trainer=trainer)
+    trainer = build(model, settings(output_dir, config, **(engine | changes)), trainer=trainer, **(parts or {}))
     calls = watch(trainer.vllm_generation.llm)
     trainer.train()
     del trainer.vllm_generation.llm._llm
@@ -118,3 +119,22 @@ def test_a_context_too_short_for_the_cap_ends_responses_without_failing(tiny_mod
     assert total.reused_tokens > 0
     # vLLM cannot score a draft that fills its context: those are left aside, and counted.
     assert bool(total.dropped_length) == (verifier == "engine")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(), dict(spec_verifier="engine"), dict(vllm_enable_sleep_mode=True, vllm_importance_sampling_correction=False)],
+    ids=lambda changes: "-".join(changes) or "default",
+)
+def test_with_tools_the_first_turn_is_reused_and_the_engine_does_the_others(tmp_path, changes):
+    model = trl_tools.build_model(tmp_path / "model")
+    trainer, calls = run(model, tmp_path, parts=trl_tools.parts(model), **trl_tools.SETTINGS | changes)
+    total = trainer.spec_rollout.total
+    assert total.rows == trainer.checked_rows == 12 * 8
+    assert min(history(trainer, "spec/reused_token_fraction")[3:]) > 0
+    assert total.full_reuse_rows > trainer.went_on_rows > 0
+    if changes.get("spec_verifier") != "engine":
+        # One call for the first turns of a rollout, where any are unfinished, and one for each later turn.
+        assert calls.count("generate") > 12
+    if trainer.args.vllm_importance_sampling_correction:
+        assert all(value < 1e-4 for value in history(trainer, "sampling/sampling_logp_difference/max"))

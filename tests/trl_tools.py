@@ -54,6 +54,16 @@ def spell(word: str) -> str:
     return f"{len(word)}:"
 
 
+def parts(model: str) -> dict:
+    """What a trainer is built with, beside its config."""
+    return dict(
+        tools=[spell],
+        reward_funcs=RecordedReward(),
+        prompts=CHAT_PROMPTS,
+        processing_class=tokenizer(model),
+    )
+
+
 class RecordedReward:
     """Rewards calls, and keeps every completion that it was asked about."""
 
