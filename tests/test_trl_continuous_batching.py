@@ -10,17 +10,11 @@ pytest.importorskip("trl")
 
 from conftest import build_tiny_model
 from datasets import Dataset
-from trl_runs import PROMPTS, CheckedGRPOTrainer, CheckedRLOOTrainer, build, history, settings
+from trl_runs import CONTINUOUS_BATCHING, PROMPTS, CheckedGRPOTrainer, CheckedRLOOTrainer, build, history, settings
 
 from trl_integration import SpecRLOOConfig
 
 pytestmark = pytest.mark.trl
-
-# A small cache: by default it takes half of the memory, and seconds to set up.
-BATCHING = dict(
-    use_transformers_continuous_batching=True,
-    transformers_continuous_batching_config=dict(block_size=16, num_blocks=32, max_batch_tokens=128),
-)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,7 +34,7 @@ def little_garbage():
     ids=lambda changes: "-".join(changes),
 )
 def test_reuse_begins_with_the_second_epoch_and_log_probs_are_right(tiny_model, tmp_path, changes):
-    trainer = build(tiny_model, settings(tmp_path, **(BATCHING | changes)), trainer=CheckedGRPOTrainer)
+    trainer = build(tiny_model, settings(tmp_path, **(CONTINUOUS_BATCHING | changes)), trainer=CheckedGRPOTrainer)
     trainer.train()
     fraction = history(trainer, "spec/reused_token_fraction")
     first_epoch = len(fraction) // 3
@@ -52,7 +46,7 @@ def test_reuse_begins_with_the_second_epoch_and_log_probs_are_right(tiny_model, 
 
 def test_rloo_with_many_end_tokens(tmp_path):
     model = build_tiny_model(tmp_path / "model", more_eos=3)
-    trainer = build(model, settings(tmp_path, SpecRLOOConfig, **BATCHING), trainer=CheckedRLOOTrainer)
+    trainer = build(model, settings(tmp_path, SpecRLOOConfig, **CONTINUOUS_BATCHING), trainer=CheckedRLOOTrainer)
     trainer.train()
     assert trainer.spec_rollout.total.reused_tokens > 0
     assert trainer.checked_rows == trainer.spec_rollout.total.rows
@@ -61,7 +55,12 @@ def test_rloo_with_many_end_tokens(tmp_path):
 def test_evaluation_neither_reads_nor_writes_the_cache(tiny_model, tmp_path):
     """TRL leaves the model in training mode after a batch; an evaluation of two batches must not become training."""
     args = settings(
-        tmp_path, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4, num_generations_eval=4, **BATCHING
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=3,
+        per_device_eval_batch_size=4,
+        num_generations_eval=4,
+        **CONTINUOUS_BATCHING,
     )
     dataset = Dataset.from_dict({"prompt": [*PROMPTS[:2], "9+9=?", "8-1=?"]})
     trainer = build(tiny_model, args, trainer=CheckedGRPOTrainer, eval_dataset=dataset)
@@ -75,7 +74,7 @@ def test_a_row_that_fails_ends_the_run_with_its_error(tiny_model, tmp_path):
     """The model's own `generate_batch` would leave it out, and TRL would pair prompts with the wrong completions."""
     config = dict(block_size=16, num_blocks=2, max_batch_tokens=128)
     args = settings(
-        tmp_path, **BATCHING | dict(transformers_continuous_batching_config=config, max_completion_length=60)
+        tmp_path, **CONTINUOUS_BATCHING | dict(transformers_continuous_batching_config=config, max_completion_length=60)
     )
     trainer = build(tiny_model, args)
     with pytest.raises(RuntimeError, match="continuous batching"):

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("trl")
 
 import trl_tools
-from trl_runs import CheckedGRPOTrainer, build, history, settings
+from trl_runs import CONTINUOUS_BATCHING, CheckedGRPOTrainer, build, history, settings
 
 from specrl_plugins import TrajectoryCache
 
@@ -104,6 +104,7 @@ def check(ranks, epochs=3):
 def data_parallel(tiny_model, tmp_path_factory):
     output = tmp_path_factory.mktemp("ranks")
     unaligned = dict(steps_per_generation=2, gradient_accumulation_steps=3, per_device_train_batch_size=3)
+    lora = dict(beta=0.05, lora=dict(r=4, target_modules=["q_proj", "v_proj"]), learning_rate=1e-2)
     tools_model = trl_tools.build_model(tmp_path_factory.mktemp("tools-model"))
     runs = {
         "grpo": ROWS,
@@ -112,12 +113,13 @@ def data_parallel(tiny_model, tmp_path_factory):
         "tools": ROWS | unaligned | trl_tools.SETTINGS | dict(tools_model=tools_model),
         "full": ROWS | dict(spec_rule="full", num_train_epochs=2, learning_rate=0.0),
         "rloo": ROWS | dict(rloo=True, beta=0.05),
-        "lora": ROWS | dict(beta=0.05, lora=dict(r=4, target_modules=["q_proj", "v_proj"]), learning_rate=1e-2),
+        "lora": ROWS | lora,
+        "continuous batching": ROWS | lora | CONTINUOUS_BATCHING,
     }
     return output, train(tiny_model, output, runs)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "lora"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "lora", "continuous batching"])
 def test_every_rank_finds_what_any_rank_made(data_parallel, name):
     check(data_parallel[1][name])
 

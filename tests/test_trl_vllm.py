@@ -123,7 +123,11 @@ def test_a_context_too_short_for_the_cap_ends_responses_without_failing(tiny_mod
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(), dict(spec_verifier="engine"), dict(vllm_enable_sleep_mode=True, vllm_importance_sampling_correction=False)],
+    [
+        dict(),
+        dict(spec_verifier="engine"),
+        dict(vllm_enable_sleep_mode=True, vllm_importance_sampling_correction=False),
+    ],
     ids=lambda changes: "-".join(changes) or "default",
 )
 def test_with_tools_the_first_turn_is_reused_and_the_engine_does_the_others(tmp_path, changes):

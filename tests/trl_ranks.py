@@ -31,7 +31,9 @@ class DiesAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(model: str, output: Path, rloo=False, resume=None, lora=None, tools_model=None, prompts=PROMPTS, **changes) -> None:
+def run(
+    model: str, output: Path, rloo=False, resume=None, lora=None, tools_model=None, prompts=PROMPTS, **changes
+) -> None:
     args = settings(output, SpecRLOOConfig if rloo else SpecGRPOConfig, **changes)
     more = trl_tools.parts(tools_model) if tools_model else dict(reward_funcs=RecordedReward(), prompts=prompts)
     if lora is not None:

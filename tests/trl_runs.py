@@ -11,6 +11,11 @@ from transformers import AutoTokenizer
 from specrl_plugins import prompt_key
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOTrainer
 
+# With a small KV cache: by default it takes half of the memory, and seconds to set up.
+CONTINUOUS_BATCHING = dict(
+    use_transformers_continuous_batching=True,
+    transformers_continuous_batching_config=dict(block_size=16, num_blocks=32, max_batch_tokens=128),
+)
 PROMPTS = [f"{a}+{b}=?" for a in range(3) for b in range(2)]
 
 

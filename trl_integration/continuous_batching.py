@@ -26,7 +26,7 @@ class BatchRecorder:
     """
 
     def __init__(self, model: PreTrainedModel, budgets: Sequence[int], eos_token_ids: Sequence[int]):
-        self.model = model
+        self.model: Any = model
         self.budgets = budgets
         self.eos_token_ids = list(eos_token_ids)
         self._outputs: list[Any] = []
@@ -89,7 +89,7 @@ def recorded_generate_batch(
     """
     recorder = BatchRecorder(model, budgets, eos_token_ids)
     patched = vars(model).get("generate_batch")
-    model.generate_batch = recorder.generate_batch  # type: ignore[assignment]
+    model.generate_batch = recorder.generate_batch
     try:
         yield recorder
     finally:
