@@ -1,11 +1,11 @@
 """What a rollout costs beside the model: OpenRLHF's rollout phase, plain and with everything reused, on a CPU.
 
-A Llama of one narrow layer that knows the first 512 tokens of MODEL's tokenizer, so that hardly anything but the handling
-of prompts, drafts and responses takes time. All runs are OpenRLHF's samples generator and executor and a vLLM engine in
-an actor, under Ray; the engines are those of the tests. `reuse_tokenizer_sent` sends the tokenizer with each prompt, as
-OpenRLHF does. Prints one JSON object.
+A Llama of one narrow layer that knows the first 512 tokens of MODEL's tokenizer, so that hardly anything but the
+handling of prompts, drafts and responses takes time. All runs are OpenRLHF's samples generator and executor and a vLLM
+engine in an actor, under Ray; the engines are those of the tests. `reuse_tokenizer_sent` sends the tokenizer with each
+prompt, as OpenRLHF does. Prints one JSON object.
 
-    python benchmarks/openrlhf_actor.py --model MODEL --prompts 64 --samples 8 --tokens 100
+    PYTHONPATH=.:tests:tests/shims python benchmarks/openrlhf_actor.py --model MODEL
 """
 
 from __future__ import annotations
@@ -15,15 +15,9 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
-
-ROOT = Path(__file__).parents[1]
-PATHS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "shims")]
-sys.path[:0] = PATHS
-os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
 
 import ray
 import torch
@@ -110,6 +104,8 @@ def narrow_model(model: str, directory: Path) -> str:
 
 def steps_of(args, generator_class, actor_class, options, cache=None) -> list[float]:
     """Seconds of each rollout phase."""
+    if cache is not None:
+        ray.get(cache.rewind.remote(0))
     engines = create_engines(args, actor_class)
     strategy = get_strategy(args)
     tokenizer = get_tokenizer(args.actor.model_name_or_path, None, "left", strategy)
@@ -124,6 +120,8 @@ def steps_of(args, generator_class, actor_class, options, cache=None) -> list[fl
         if not samples:  # the data set is through, and begins again
             continue
         seconds.append(time.perf_counter() - start)
+        if cache is not None:
+            assert (samples.metrics["spec/generated_tokens"] == 0) == (len(seconds) > 1)
     for engine in engines:
         ray.kill(engine)
     return seconds[1:]

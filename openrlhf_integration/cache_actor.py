@@ -47,7 +47,7 @@ class Visit:
         first_slot (`int`): slot of its first sample; the others follow.
         drafts (`list` of `Trajectory`, *optional*): one a sample, `None` for a miss.
         paused (`bool`): whether no drafts were looked up, because verifying does not pay at present.
-        seconds (`float`): that the look-up took here, for all samples. What the engine waits besides is not the cache's.
+        seconds (`float`): that the look-up took, for all samples, without what the engine waits besides.
     """
 
     step: int

@@ -49,8 +49,7 @@ class SpecSamplesGenerator(SamplesGenerator):
         self._cache = running_cache()
         rules: Rules = ray.get(self._cache.rules.remote())
         self.ledger = RolloutLedger(CacheSize(self._cache), VerificationGuard(may_pause=rules.guard))
-        # A copy of its own with each prompt, as OpenRLHF sends them, takes an engine longer to unpack than to verify the
-        # prompt's responses.
+        # With a copy for each prompt, as OpenRLHF sends them, engines spend longer on unpacking than on verifying.
         tokenizer = ray.put(self.tokenizer)
         self._holding = [engine.hold_tokenizer.remote(tokenizer) for engine in self.vllm_engines]
         self._counts = RolloutCounts()
@@ -124,8 +123,8 @@ class SpecSamplesGenerator(SamplesGenerator):
 def share_out_seconds(counts: RolloutCounts, wall_s: float) -> None:
     """Make the stages of a batch add up to its `wall_s` seconds.
 
-    The cache answers one call at a time, so that its seconds passed as they are. Requests are in flight many at once: of
-    what is left, verifying and generating get shares in the proportion of what requests spent in each.
+    The cache answers one call at a time, so that its seconds passed as they are. Many requests are in flight at once:
+    of what is left, verifying and generating get shares in the proportion of what requests spent in each.
     """
     left_s = max(wall_s - counts.lookup_s - counts.store_s, 0.0)
     spent_s = counts.verify_s + counts.generate_s

@@ -6,7 +6,8 @@ that wrote it and has q_i under the current one, is accepted where
     log u_i <= log l + log q_i - log p_i,        u_i uniform on (0, 1), l the lenience,
 
 and the verified prefix ends before the first token that is not. Random and full reuse are the baselines that the
-paper compares it with.
+paper compares it with. Under every rule a prefix ends before a token that the current policy cannot sample at all,
+because a cut of the support (top-k, top-p, min-p) leaves it no probability.
 """
 
 from __future__ import annotations
@@ -59,11 +60,13 @@ def verified_prefix_lengths(
 
     Args:
         old_logprobs, new_logprobs (`batch` arrays of shape `(tokens,)`):
-            log p and log q of each draft token, nats, finite. A draft may be empty.
+            log p and log q of each draft token, nats. log p is finite; log q may be minus infinity, which no lenience
+            accepts. A draft may be empty.
         draws (`batch` arrays of shape `(tokens,)`):
             Uniforms on (0, 1).
         log_lenience (`float`):
-            log l, nats: 0 is the classical speculative rule, infinity accepts all, minus infinity nothing.
+            log l, nats: 0 is the classical speculative rule, infinity accepts all that can be sampled, minus infinity
+            nothing.
 
     Returns:
         `NDArray[np.int64]` of shape `(batch,)`.
@@ -76,11 +79,18 @@ def verified_prefix_lengths(
     old, new, draw = (np.concatenate(rows).astype(np.float64) for rows in (old_logprobs, new_logprobs, draws))
     starts = (np.cumsum(lengths) - lengths)[filled]
     position = np.arange(len(draw)) - np.repeat(starts, lengths[filled])
-    accepted = np.log(draw) <= log_lenience + new - old
+    with np.errstate(invalid="ignore"):  # infinite lenience of an impossible token: not a number, so not accepted
+        accepted = np.log(draw) <= log_lenience + new - old
     # An accepted token stands for "no rejection here": the length of its row, which no position reaches.
     first_rejected = np.where(accepted, np.repeat(lengths[filled], lengths[filled]), position)
     prefixes[filled] = np.minimum.reduceat(first_rejected, starts)
     return prefixes
+
+
+def possible_length(logprobs: NDArray) -> int:
+    """Tokens before the first one without probability, of log-probs of shape `(tokens,)`."""
+    impossible = np.flatnonzero(np.isneginf(logprobs))
+    return int(impossible[0]) if len(impossible) else len(logprobs)
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,17 @@ class ReusePolicy:
         """Whether a draft with these token ages, visits, of shape `(tokens,)`, was carried over often enough."""
         return self.carry_limit is not None and int(ages.max()) >= self.carry_limit
 
+    def behaviour_logprobs(self, old: NDArray, new: NDArray) -> NDArray:
+        """Log-probs of kept tokens under the policy that wrote them, bounded by the rule that kept them.
+
+        A draft token is written with probability p and kept with probability min(1, l q / p): it ends up in a response
+        with min(p, l q). Random and full reuse keep tokens without looking at q, so that p it is.
+
+        Args:
+            old, new (`NDArray` of shape `(tokens,)`): log p and log q, nats, finite.
+        """
+        return old if self.rule is not ReuseRule.SPECULATIVE else np.minimum(old, self.log_lenience + new)
+
     def prefix_lengths(
         self, rows: Sequence[tuple[bytes, int]], step: int, old: Sequence[NDArray], new: Sequence[NDArray]
     ) -> NDArray:
@@ -138,16 +159,18 @@ class ReusePolicy:
         Args:
             rows (`batch` pairs): prompt key and slot of each draft.
             step (`int`): optimizer step the rollout is for.
-            old, new (`batch` arrays of shape `(tokens,)`): log p and log q, nats, finite.
+            old, new (`batch` arrays of shape `(tokens,)`): log p, finite, and log q, nats.
 
         Returns:
             `NDArray[np.int64]` of shape `(batch,)`.
         """
         lengths = np.array([len(row) for row in old], dtype=np.int64)
+        if self.rule is ReuseRule.SPECULATIVE:
+            draws = [uniforms(self.seed, *row, step, n) for row, n in zip(rows, lengths, strict=True)]
+            return verified_prefix_lengths(old, new, draws, self.log_lenience)
+        possible = np.array([possible_length(row) for row in new], dtype=np.int64)
         if self.rule is ReuseRule.FULL:
-            return lengths
-        if self.rule is ReuseRule.RANDOM:  # cut uniformly: each length from 0 to all is as likely
-            draw = np.array([uniforms(self.seed, prompt, slot, step, 1)[0] for prompt, slot in rows])
-            return np.floor(draw * (lengths + 1)).astype(np.int64)
-        draws = [uniforms(self.seed, prompt, slot, step, n) for (prompt, slot), n in zip(rows, lengths, strict=True)]
-        return verified_prefix_lengths(old, new, draws, self.log_lenience)
+            return possible
+        # Cut uniformly: each length from 0 to all is as likely.
+        draw = np.array([uniforms(self.seed, *row, step, 1)[0] for row in rows])
+        return np.minimum(np.floor(draw * (lengths + 1)).astype(np.int64), possible)

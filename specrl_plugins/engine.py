@@ -43,8 +43,9 @@ class Engine(Protocol):
             continuations (`batch` arrays of shape `(tokens,)`): each of at least one token.
 
         Returns:
-            `batch` arrays of shape `(tokens,)`, `float32`, nats. A value that is not finite marks a token that could
-            not be scored.
+            `batch` arrays of shape `(tokens,)`, `float32`, nats. Minus infinity is the log-prob of a token that the
+            policy cannot sample (top-k, top-p or min-p leaves it out); NaN or infinity marks one that could not be
+            scored.
         """
         ...
 

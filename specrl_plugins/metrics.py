@@ -55,9 +55,13 @@ class RolloutCounts:
     dropped_length: int = 0
     """Drafts left aside because prompt and draft exceed the engine's context."""
     dropped_nonfinite: int = 0
-    """Drafts left aside for a log-prob under the current policy that is not finite."""
+    """Drafts left aside for a log-prob under the current policy that is NaN or infinite."""
     unstored_rows: int = 0
-    """Responses that were not cached: a log-prob is not finite, or the disk refused."""
+    """Responses that were not cached: a log-prob is not a number, or the disk refused."""
+    corrected_rows: int = 0
+    """Rows that the trainer corrects for having been sampled by another policy."""
+    masked_rows: int = 0
+    """Of these, rows that its correction leaves out of the loss altogether."""
     exchanged_bytes: int = 0
     """Bytes of trajectories sent to other nodes."""
     lookup_s: float = 0.0
@@ -99,8 +103,9 @@ class RolloutCounts:
         | `spec/refresh_rate` | drafts left aside by the refresh rate / rows |
         | `spec/outlived_rate` | drafts left aside by the carry-over limit / rows |
         | `spec/paused_rate` | rows not looked up because verifying did not pay / rows |
-        | `spec/dropped_drafts` | drafts that could not be used (vocabulary, context length, not finite) |
+        | `spec/dropped_drafts` | drafts that could not be used (vocabulary, context length, no log-probs) |
         | `spec/unstored_rows` | responses that were not cached |
+        | `spec/masked_row_rate` | rows that the trainer's importance correction leaves out of the loss / rows |
         | `spec/exchanged_mib` | trajectories that all ranks sent to other nodes, MiB; only with several nodes |
         | `spec/time/lookup_s`, `verify_s`, `generate_s`, `store_s` | seconds of each stage |
         | `spec/time/spared_s` | seconds of the trainer's log-prob pass that verification saved |
@@ -130,6 +135,7 @@ class RolloutCounts:
             "spec/refresh_rate": (self.refreshed_rows, self.rows),
             "spec/outlived_rate": (self.outlived_rows, self.rows),
             "spec/paused_rate": (self.paused_rows, self.rows),
+            "spec/masked_row_rate": (self.masked_rows, self.corrected_rows),
         }
         metrics |= {name: part / whole for name, (part, whole) in ratios.items() if whole}
         if self.exchanged_bytes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specrl_plugins.acceptance import ReusePolicy
+from specrl_plugins.acceptance import ReusePolicy, possible_length
 from specrl_plugins.engine import Continuation
 from specrl_plugins.metrics import RolloutCounts
 from specrl_plugins.trajectory import FinishReason, Trajectory
@@ -27,7 +27,8 @@ class Response:
         key (`bytes`), slot (`int`): what the row is stored under.
         draft (`Trajectory`, *optional*): the past response that is verified.
         draft_tokens (`NDArray[np.int32]` of shape `(draft tokens,)`): that response, cut to the cap of today.
-        draft_logprobs (`NDArray[np.float32]` of shape `(draft tokens,)`): log q of the draft, nats, once scored.
+        draft_logprobs (`NDArray[np.float32]` of shape `(draft tokens,)`): log q of the draft, nats, once scored; minus
+            infinity for a token that the current policy cannot sample.
         prefix (`int`): how many of the draft's tokens are reused.
         tokens, logprobs, ages (arrays of shape `(tokens,)`): the response so far; log-probs in nats, ages in visits.
         finish_reason (`"stop"`, `"length"` or `"pruned"`, *optional*): how it ended; `None` while it goes on.
@@ -78,10 +79,10 @@ class Response:
             self.draft, self.draft_tokens = draft, tokens
 
     def take_scores(self, logprobs: NDArray, counts: RolloutCounts) -> None:
-        """Keep the draft's log-probs under the current policy; drop the draft where one of them is not finite."""
+        """Keep the draft's log-probs under the current policy; drop the draft where one of them is no log-prob."""
         if len(logprobs) != len(self.draft_tokens):
             raise ValueError(f"the engine scored {len(logprobs)} of {len(self.draft_tokens)} draft tokens")
-        if not np.isfinite(logprobs).all():
+        if not (logprobs < np.inf).all():
             counts.dropped_nonfinite += 1
             self.draft = None
             return
@@ -137,6 +138,15 @@ class Response:
         counts.log_ratio_sum += float((self.logprobs[: self.prefix] - self.draft.logprobs[: self.prefix]).sum())
         counts.age_sum += int(self.ages[: self.prefix].sum())
 
+    def behaviour_logprobs(self, policy: ReusePolicy) -> NDArray[np.float32]:
+        """Log-probs of shape `(tokens,)`, nats, under what wrote each token: see [`ReusePolicy.behaviour_logprobs`] for
+        those that were reused; the others are the engine's."""
+        if not self.prefix:
+            return self.logprobs
+        assert self.draft is not None
+        reused = policy.behaviour_logprobs(self.draft.logprobs[: self.prefix], self.logprobs[: self.prefix])
+        return np.concatenate([reused, self.logprobs[self.prefix :]])
+
     def count_reward(self, reward: float, counts: RolloutCounts) -> None:
         """Add its reward; NaN where it has none."""
         if np.isnan(reward):
@@ -151,7 +161,11 @@ class Response:
     def trajectory(
         self, cap: int, step: int, logprobs: NDArray | None = None, reward: float | None = None
     ) -> Trajectory | None:
-        """What is stored of it; `None` where a log-prob is not finite.
+        """What is stored of it; `None` where a log-prob is no number, or nothing can be stored.
+
+        Where a log-prob is minus infinity, what comes before is stored, as a response that was cut: the scorer and
+        the engine that sampled the token differ by rounding, and so about the last token that a cut of the support
+        keeps. No scorer could accept it as a draft.
 
         Args:
             cap, step (`int`): of the rollout.
@@ -159,15 +173,17 @@ class Response:
             reward (`float`, *optional*): NaN and `None` alike say that there is none.
         """
         p = self.logprobs if logprobs is None else logprobs
-        if not np.isfinite(p).all():
+        length = possible_length(p)
+        if not length or not np.isfinite(p[:length]).all():
             return None
+        finish_reason = self.finish_reason if length == len(p) else "length"
         return Trajectory(
             prompt=self.key,
             slot=self.slot,
-            tokens=self.tokens,
-            logprobs=np.minimum(p, 0.0, dtype=np.float32),
-            ages=self.ages,
-            finish_reason=self.finish_reason or "length",
+            tokens=self.tokens[:length],
+            logprobs=np.minimum(p[:length], 0.0, dtype=np.float32),
+            ages=self.ages[:length],
+            finish_reason=finish_reason or "length",
             cap=cap,
             step=step,
             reward=None if reward is None or np.isnan(reward) else float(reward),

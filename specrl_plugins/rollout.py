@@ -23,7 +23,7 @@ from specrl_plugins.trajectory import Trajectory, assign_slots, prompt_key
 
 logger = logging.getLogger(__name__)
 
-# Above this share of drafts without finite log-probs, over at least so many, something is broken.
+# Above this share of drafts whose scores are no log-probs, over at least so many, something is broken.
 _NONFINITE_SHARE, _NONFINITE_ROWS = 0.5, 16
 
 
@@ -98,7 +98,7 @@ class SpeculativeRollout(RolloutLedger):
                 Says of each halted response whether it goes on; one that does not is finished as `pruned`.
 
         Raises:
-            ValueError: `pause_at` is below 1, or most drafts have log-probs that are not finite: a broken scorer.
+            ValueError: `pause_at` is below 1, or most drafts have scores that are no log-probs: a broken scorer.
         """
         if pause_at is not None and pause_at < 1:
             raise ValueError(f"pause_at is a length of at least 1 token, not {pause_at}: a response is never empty")
@@ -158,7 +158,8 @@ class SpeculativeRollout(RolloutLedger):
                 else:
                     trajectories.append(trajectory)
             counts.unstored_rows += self._keep(trajectories)
-            self._keep(self._from_other_nodes(trajectories, counts))
+            if from_others := self._from_other_nodes(trajectories, counts):
+                self._keep(from_others)
         # Once all ranks are here, all have stored: no look-up for a later step can come too early.
         self.observe(totals(self.ranks.gather(counts)))
 
@@ -251,11 +252,11 @@ class SpeculativeRollout(RolloutLedger):
 
 
 def refuse_broken_scorer(counts: RolloutCounts) -> None:
-    """Raise `ValueError` where most drafts of a batch have log-probs that are not finite."""
+    """Raise `ValueError` where most drafts of a batch have scores that are no log-probs (NaN, infinity)."""
     nonfinite, drafts = counts.dropped_nonfinite, counts.dropped_nonfinite + counts.verified_rows
     if drafts >= _NONFINITE_ROWS and nonfinite > _NONFINITE_SHARE * drafts:
         raise ValueError(
-            f"{nonfinite} of {drafts} drafts have log-probs that are not finite under the current policy: "
+            f"{nonfinite} of {drafts} drafts have log-probs that are NaN or infinite under the current policy: "
             "the model or the engine that scores is broken (diverged weights?)."
         )
 

@@ -117,6 +117,33 @@ def tiny_model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
+def llm(tiny_model):
+    """A vLLM engine of the tiny model. It starts torch's process group in this process, which OpenRLHF takes for its
+    own: the files that use it come after OpenRLHF's by name."""
+    import vllm_cpu
+    from vllm import LLM
+
+    vllm_cpu.repair()
+    return LLM(
+        model=tiny_model,
+        max_model_len=256,
+        gpu_memory_utilization=0.2,
+        enforce_eager=True,
+        dtype="float32",
+        logprobs_mode="processed_logprobs",
+        kv_cache_memory_bytes=64 << 20,
+    )
+
+
+@pytest.fixture(scope="session")
+def policy(tiny_model):
+    """The tiny model by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="session")
 def ray_running():
     """A Ray instance, shared by all tests that need one."""
     import openrlhf_runs

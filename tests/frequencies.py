@@ -19,6 +19,21 @@ def chi_square(observed, expected) -> float:
     return _deviate(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
 
 
+def surprise_of_tokens(tokens, chances) -> float:
+    """Chi-square of sampled tokens against their chances; infinite where one came out that has none.
+
+    Tokens that are expected fewer than 5 times are counted as one, with the next where these are too few.
+    """
+    counts = np.bincount(tokens, minlength=len(chances))
+    if counts[chances == 0].any():
+        return np.inf
+    expected = len(tokens) * np.asarray(chances, float)
+    order = np.argsort(expected)
+    together = max(int((expected < 5).sum()), int(np.searchsorted(np.cumsum(expected[order]), 5)) + 1)
+    rare, others = order[:together], order[together:]
+    return chi_square([counts[rare].sum(), *counts[others]], [expected[rare].sum(), *expected[others]])
+
+
 def homogeneity(a, b) -> float:
     """Chi-square of two rows of counts against one common distribution."""
     table = np.array([a, b], float)

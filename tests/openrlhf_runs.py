@@ -1,7 +1,8 @@
 """Real OpenRLHF runs of the tiny model on a CPU: its launcher, trainers, executors and engines, with Ray.
 
-OpenRLHF's policy and critic need CUDA and DeepSpeed; [`CpuPolicyActor`] and [`CpuCriticActor`] train in their place. Its engines ask for bf16 and
-for weights by CUDA; [`CpuRolloutActor`] is ours with the settings that a CPU build of vLLM needs. All else is as it is.
+OpenRLHF's policy and critic need CUDA and DeepSpeed; [`CpuPolicyActor`] and [`CpuCriticActor`] train in their place.
+Its engines ask for bf16 and for weights by CUDA; [`CpuRolloutActor`] is ours with the settings that a CPU build of vLLM
+needs. All else is as it is.
 `conftest.py` puts the stand-ins for flash-attn, and this file, on the path of worker processes.
 """
 

@@ -15,6 +15,12 @@ def random_table(vocab: int, seed: int, sharpness: float = 1.0) -> np.ndarray:
     return weights / weights.sum(1, keepdims=True)
 
 
+def likeliest(table: np.ndarray, k: int) -> np.ndarray:
+    """The table cut to the `k` likeliest next tokens."""
+    kept = np.where(table >= np.sort(table, 1)[:, -k, None], table, 0)
+    return kept / kept.sum(1, keepdims=True)
+
+
 class TabularEngine:
     """Samples from a table and scores by it.
 
@@ -31,7 +37,8 @@ class TabularEngine:
         self.max_context = max_context
         self.generate_calls: list[int] = []
         self.score_calls: list[int] = []
-        self._logs = np.log(table).astype(np.float32)
+        with np.errstate(divide="ignore"):  # a table may be cut
+            self._logs = np.log(table).astype(np.float32)
         self._rng = np.random.default_rng(seed)
 
     def logprobs(self, prompt: Sequence[int], tokens: np.ndarray) -> np.ndarray:

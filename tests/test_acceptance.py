@@ -125,7 +125,8 @@ def test_neighbouring_uniforms_are_uncorrelated():
 
 logprob = st.one_of(st.floats(-20, 0, width=32), st.sampled_from([0.0, -1e30, -100.0]))
 uniform = st.one_of(st.floats(1e-12, 1 - 1e-12), st.sampled_from([2.0**-53, 1 - 2.0**-53, 0.5]))
-drafts = st.lists(st.lists(st.tuples(logprob, logprob, uniform), max_size=12), max_size=8)
+# The current policy may be unable to sample a token.
+drafts = st.lists(st.lists(st.tuples(logprob, logprob | st.just(-math.inf), uniform), max_size=12), max_size=8)
 
 
 @given(drafts, st.sampled_from([0.0, 0.5, -0.7, math.inf, -math.inf]))
@@ -157,6 +158,23 @@ def test_infinite_lenience_accepts_all_and_none():
     draws = [np.full(4, 1 - 2.0**-53)]
     assert verified_prefix_lengths(old, new, draws, math.inf).tolist() == [4]
     assert verified_prefix_lengths(new, old, [np.full(4, 2.0**-53)], -math.inf).tolist() == [0]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("rule", "log_lenience"),
+    [("speculative", -math.inf), ("speculative", 0.0), ("speculative", math.inf), ("random", 0.0), ("full", 0.0)],
+)
+def test_no_rule_keeps_a_token_that_the_current_policy_cannot_sample(rule, log_lenience):
+    policy = ReusePolicy(rule=rule, log_lenience=log_lenience)
+    keys = [(PROMPT, slot) for slot in range(60)]
+    old = np.full(5, -1.0, np.float32)
+    possible = np.full(5, -1.0, np.float32)
+    impossible = np.array([-1, -1, -math.inf, -1, -math.inf], np.float32)
+    uncut = policy.prefix_lengths(keys, 1, [old] * 60, [possible] * 60)
+    cut = policy.prefix_lengths(keys, 1, [old] * 60, [impossible] * 60)
+    assert cut.tolist() == np.minimum(uncut, 2).tolist()
+    assert policy.prefix_lengths(keys[:1], 1, [old], [np.full(5, -np.inf, np.float32)]).tolist() == [0]
 
 
 @pytest.mark.parametrize("log_lenience", [0.0, 0.5, -0.5])

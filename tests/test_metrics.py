@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 
 from specrl_plugins import RolloutCounts
+from specrl_plugins.metrics import totals
 
 BATCH = RolloutCounts(
     rows=10,
@@ -31,6 +32,9 @@ BATCH = RolloutCounts(
     dropped_length=2,
     dropped_nonfinite=3,
     unstored_rows=1,
+    corrected_rows=8,
+    masked_rows=2,
+    exchanged_bytes=2**19,
     lookup_s=0.1,
     verify_s=0.4,
     generate_s=2.0,
@@ -58,6 +62,8 @@ def test_ratios_have_the_denominators_that_they_name():
         "paused_rate": 0.0,
         "dropped_drafts": 6,
         "unstored_rows": 1,
+        "masked_row_rate": 0.25,
+        "exchanged_mib": 0.5,
         "time/lookup_s": 0.1,
         "time/verify_s": 0.4,
         "time/generate_s": 2.0,
@@ -84,6 +90,14 @@ def test_counts_add_up_before_ratios_are_taken():
     for f in fields(RolloutCounts):
         assert getattr(both, f.name) == getattr(BATCH, f.name) + getattr(small, f.name)
     assert sum([BATCH, small], RolloutCounts()) == both
+
+
+def test_ranks_add_up_rows_and_pass_seconds_side_by_side():
+    both = totals([BATCH, BATCH])
+    assert (both.rows, both.generated_tokens, both.log_ratio_sum) == (20, 300, -10.0)
+    assert (both.verify_s, both.generate_s, both.spared_s) == (BATCH.verify_s, BATCH.generate_s, BATCH.spared_s)
+    assert both.metrics()["spec/reused_token_fraction"] == BATCH.metrics()["spec/reused_token_fraction"]
+    assert (both.metrics()["spec/masked_row_rate"], both.metrics()["spec/exchanged_mib"]) == (0.25, 1.0)
 
 
 def test_ratio_without_denominator_is_left_out():

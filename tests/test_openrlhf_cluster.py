@@ -63,12 +63,10 @@ def cluster(tmp_path):
     gcs, dashboard, client, *agents = free_ports(5)
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "shims"), "RAY_USAGE_STATS_ENABLED": "0"}
     environment.pop("RAY_ADDRESS", None)
-    common = ["--block", "--num-cpus=4", "--object-store-memory=100000000"]
-    nodes = [
-        ["--head", "--node-ip-address=127.0.0.1", f"--port={gcs}", f"--temp-dir={directory}", "--num-gpus=0"]
-        + ["--include-dashboard=true", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"],
-        [f"--address=127.0.0.1:{gcs}", "--node-ip-address=127.0.0.1", "--num-gpus=2"],
-    ]
+    common = ["--block", "--node-ip-address=127.0.0.1", "--num-cpus=4", "--object-store-memory=100000000"]
+    head = ["--head", f"--port={gcs}", f"--temp-dir={directory}", f"--ray-client-server-port={client}", "--num-gpus=0"]
+    head += ["--include-dashboard=true", f"--dashboard-port={dashboard}"]
+    nodes = [head, [f"--address=127.0.0.1:{gcs}", "--num-gpus=2"]]
     running = []
     try:
         for number, (node, agent) in enumerate(zip(nodes, agents, strict=True)):
@@ -115,9 +113,9 @@ def test_a_job_on_two_nodes(cluster, tiny_model, tmp_path):
         rollout__batch_size=len(PROMPTS),
         logger__tensorboard_dir=tmp_path / "tensorboard",
     )
+    entry_point = [sys.executable, "job.py", tmp_path / "places.json", *line]
     job = subprocess.run(
-        [RAY, "job", "submit", "--address", cluster, "--working-dir", work, "--"]
-        + [sys.executable, "job.py", tmp_path / "places.json", *line],
+        [RAY, "job", "submit", "--address", cluster, "--working-dir", work, "--", *entry_point],
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

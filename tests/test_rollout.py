@@ -13,7 +13,7 @@ from disk import full_disk
 from frequencies import SURPRISE, chi_square, homogeneity
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tabular import TabularEngine, random_table
+from tabular import TabularEngine, likeliest, random_table
 
 from specrl_plugins import (
     Fingerprint,
@@ -116,6 +116,44 @@ def test_first_token_has_the_distribution_that_the_method_implies(tmp_path, log_
     counts = np.bincount([response.tokens[0] for response in done.responses], minlength=VOCAB)
     assert chi_square(counts, rows * expected) < SURPRISE
     assert chi_square(counts, rows * q) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("log_lenience", [0.0, 0.5])
+def test_with_a_cut_support_the_first_token_has_that_distribution_too(tmp_path, log_lenience):
+    """As above, p and q cut to their 4 likeliest tokens: what q cannot sample never comes out.
+
+    20,000 samples; chi-square over what q can sample, deviate below 4. The cuts differ, so drafts hold such tokens.
+    """
+    rows, prompt = 20000, [3, 5]
+    old, new = likeliest(OLD, 4), likeliest(NEW, 4)
+    p, q = old[5], new[5]
+    assert ((p > 0) & (q == 0)).any() and ((p > 0) & (q > 0)).any()
+    rollout = speculative(tmp_path, log_lenience=log_lenience)
+    visit(rollout, TabularEngine(old, seed=1), [prompt] * rows, cap=1)
+    done = rollout.run(TabularEngine(new, seed=2), [prompt] * rows, cap=1, step=2)
+    accepted = np.minimum(p, math.exp(log_lenience) * q)
+    expected = accepted + (1 - accepted.sum()) * q
+    counts = np.bincount([response.tokens[0] for response in done.responses], minlength=VOCAB)
+    assert not counts[q == 0].any()
+    assert chi_square(counts[q > 0], rows * expected[q > 0]) < SURPRISE
+    assert chi_square(counts[q > 0], rows * q[q > 0]) > 10
+    assert done.counts.dropped_nonfinite == 0 and math.isfinite(done.counts.log_ratio_sum)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("rule", ["speculative", "random", "full"])
+def test_with_a_cut_support_every_kept_token_is_one_that_can_be_sampled(tmp_path, rule):
+    old, new = TabularEngine(likeliest(OLD, 4)), TabularEngine(likeliest(NEW, 4))
+    rollout = speculative(tmp_path, rule=rule)
+    visit(rollout, old)
+    done = visit(rollout, new, step=2)
+    check_responses(done, new)
+    assert all(np.isfinite(response.logprobs).all() for response in done.responses)
+    assert any(np.isneginf(response.draft_logprobs).any() for response in done.responses)
+    counts = done.counts
+    assert counts.verified_rows == len(PROMPTS) and counts.reused_tokens > 0 and counts.unstored_rows == 0
+    assert math.isfinite(counts.log_ratio_sum)
 
 
 def test_prefix_is_what_the_rule_says_token_by_token(tmp_path):
@@ -284,8 +322,8 @@ class Broken(TabularEngine):
         return done
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_draft_whose_score_is_not_finite_is_not_reused(tmp_path, value):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_draft_whose_score_is_no_log_prob_is_not_reused(tmp_path, value):
     rollout = speculative(tmp_path, rule="full")
     visit(rollout, TabularEngine(OLD))
     done = rollout.run(Broken(OLD, bad_scores=3, value=value), PROMPTS, 12, step=2)
@@ -301,6 +339,14 @@ def test_broken_scorer_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=f"{half + 1} of {len(PROMPTS)} drafts"):
         rollout.run(Broken(OLD, bad_scores=half + 1), PROMPTS, 12, step=2)
     rollout.run(Broken(OLD, bad_scores=15), PROMPTS[:15], 12, step=2)  # too few rows to condemn it
+
+
+def test_drafts_that_cannot_be_sampled_any_more_are_rejected_and_no_sign_of_a_broken_scorer(tmp_path):
+    rollout = speculative(tmp_path)
+    visit(rollout, TabularEngine(OLD))
+    done = rollout.run(Broken(OLD, bad_scores=len(PROMPTS), value=-math.inf), PROMPTS, 12, step=2)
+    assert done.counts.dropped_nonfinite == 0 and done.counts.verified_rows == len(PROMPTS)
+    assert all(response.prefix < len(response.draft_tokens) for response in done.responses)
 
 
 def test_scorer_that_returns_another_length_is_an_error(tmp_path):
@@ -323,6 +369,27 @@ def test_response_whose_logprobs_are_not_finite_is_not_stored(tmp_path):
     assert done.counts.unstored_rows == 3 and len(rollout.cache) == len(PROMPTS) - 3
     found = rollout.cache.get_many([(response.key, response.slot) for response in done.responses])
     assert [trajectory is None for trajectory in found] == [True] * 3 + [False] * (len(PROMPTS) - 3)
+
+
+def test_response_is_stored_up_to_where_the_scorer_gives_no_chance(tmp_path):
+    """An engine and a scorer that differ by rounding differ about the last token that a cut of the support keeps."""
+    rollout = speculative(tmp_path, rule="full")
+    done = rollout.run(TabularEngine(OLD), PROMPTS, 12, step=1)
+    rescored = [response.logprobs.copy() for response in done.responses]
+    rows = [row for row, response in enumerate(done.responses) if len(response.tokens) > 3][:3]
+    rescored[rows[0]][2:] = -math.inf
+    rescored[rows[1]][0] = -math.inf  # nothing is left of it
+    rescored[rows[2]][1:] = math.nan, *[-math.inf] * (len(rescored[rows[2]]) - 2)
+    rollout.store(done, logprobs=rescored)
+    found = rollout.cache.get_many([(response.key, response.slot) for response in done.responses])
+    assert found[rows[1]] is None and found[rows[2]] is None and done.counts.unstored_rows == 2
+    cut, whole = found[rows[0]], done.responses[rows[0]]
+    assert (len(cut.tokens), cut.finish_reason) == (2, "length")
+    np.testing.assert_array_equal(cut.tokens, whole.tokens[:2])
+    # The next visit goes on from there.
+    again = rollout.run(TabularEngine(OLD), PROMPTS, 12, step=2).responses
+    assert again[rows[0]].prefix == 2 < len(again[rows[0]].tokens)
+    assert again[rows[1]].prefix == 0
 
 
 def test_stored_trajectory_is_the_response(tmp_path):

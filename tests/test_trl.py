@@ -18,6 +18,7 @@ pytest.importorskip("trl")
 
 import torch
 import trl
+import truncation
 from conftest import build_tiny_model
 from datasets import Dataset
 from disk import full_disk
@@ -127,6 +128,58 @@ def test_every_schedule_and_setting_hands_over_and_stores_right_log_probs(tiny_m
     assert trainer.spec_rollout.total.reused_tokens > 0
 
 
+# With the last schedule TRL makes a pass of its own for the old log-probs.
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *truncation.SETTINGS,
+        dict(steps_per_generation=2, per_device_train_batch_size=4) | truncation.SETTINGS[-1],
+    ],
+    ids=truncation.name,
+)
+def test_every_sampling_setting_reuses_and_hands_over_and_stores_right_log_probs(tiny_model, tmp_path, changes):
+    trainer = build(tiny_model, settings(tmp_path, learning_rate=3e-4, **changes), trainer=CheckedGRPOTrainer)
+    trainer.train()
+    fraction = history(trainer, "spec/reused_token_fraction")
+    first_epoch = len(fraction) // 3
+    assert fraction[:first_epoch] == [0] * first_epoch and min(fraction[first_epoch:]) > 0
+    assert trainer.checked_rows >= 9 * 4
+    total = trainer.spec_rollout.total
+    assert total.reused_tokens < total.drafted_tokens
+    assert total.dropped_nonfinite == total.unstored_rows == 0
+
+
+@pytest.mark.parametrize("sampling", truncation.SETTINGS, ids=truncation.name)
+def test_a_policy_that_does_not_change_reuses_everything(tiny_model, tmp_path, sampling):
+    args = settings(tmp_path, learning_rate=0.0, num_train_epochs=2, spec_log_lenience=1e-3, **sampling)
+    trainer = build(tiny_model, args, trainer=CheckedGRPOTrainer)
+    trainer.train()
+    assert history(trainer, "spec/full_reuse_rate") == [0, 0, 0, 1, 1, 1]
+    assert abs(history(trainer, "spec/log_ratio_mean")[-1]) < 1e-5
+
+
+def test_flag_on_samples_the_same_first_epoch_with_every_cut_of_the_support(tiny_model, tmp_path):
+    completions = []
+    for config, trainer_class in ((trl.GRPOConfig, trl.GRPOTrainer), (SpecGRPOConfig, SpecGRPOTrainer)):
+        reward = RecordedReward()
+        args = settings(tmp_path / config.__name__, config, num_train_epochs=1, **truncation.SETTINGS[-1])
+        build(tiny_model, args, trainer=trainer_class, reward_funcs=reward).train()
+        completions.append(reward.completions)
+    assert completions[0] == completions[1]
+
+
+@pytest.mark.parametrize("verify", [0, 1, 2])
+def test_a_token_that_the_cut_now_leaves_out_ends_the_prefix(tiny_model, tmp_path, verify):
+    """With a high learning rate the support moves, so drafts hold tokens that cannot be sampled any more."""
+    rule = ("speculative", "random", "full")[verify]
+    args = settings(tmp_path, learning_rate=3e-2, top_k=3, spec_rule=rule, spec_log_lenience=20.0, num_train_epochs=2)
+    trainer = build(tiny_model, args, trainer=CheckedGRPOTrainer)
+    trainer.train()
+    total = trainer.spec_rollout.total
+    assert 0 < total.reused_tokens < total.drafted_tokens
+    assert total.dropped_nonfinite == 0 and trainer.checked_rows == 6 * 8
+
+
 @pytest.mark.parametrize("changes", [dict(), dict(beta=0.1, temperature=1.3)], ids=["plain", "kl-temperature"])
 def test_rloo_reuses_and_stores_what_its_own_pass_computed(tiny_model, tmp_path, changes):
     args = settings(tmp_path, SpecRLOOConfig, **changes)
@@ -136,6 +189,14 @@ def test_rloo_reuses_and_stores_what_its_own_pass_computed(tiny_model, tmp_path,
     assert trainer.spec_rollout.total.reused_tokens > 0
     # Rows that were reused whole were not computed a second time.
     assert (trainer.spec_rollout.total.spared_s > 0) == (trainer.spec_rollout.total.full_reuse_rows > 0)
+
+
+def test_rloo_with_a_cut_support_stores_what_was_sampled_and_leaves_trls_pass_to_trl(tiny_model, tmp_path):
+    args = settings(tmp_path, SpecRLOOConfig, **truncation.SETTINGS[-1])
+    trainer = build(tiny_model, args, trainer=CheckedRLOOTrainer)
+    trainer.train()
+    assert trainer.checked_rows == 9 * 8
+    assert trainer.spec_rollout.total.reused_tokens > 0 and trainer.spec_rollout.total.spared_s == 0
 
 
 @pytest.mark.parametrize(
@@ -340,13 +401,34 @@ def test_another_sampling_setting_refuses_the_old_cache(tiny_model, tmp_path):
         (dict(use_vllm=True, vllm_mode="server"), "vllm_mode"),
         (dict(spec_verifier="engine"), "spec_verifier"),
         (dict(spec_verifier="engine", use_vllm=True, vllm_mode="colocate", temperature=0.5), "temperature"),
-        (dict(top_p=0.9), "top_p"),
-        (dict(top_k=20), "top_k"),
+        (dict(spec_verifier="engine", use_vllm=True, vllm_mode="colocate", top_p=0.5), "top_p"),
+        (dict(spec_verifier="engine", use_vllm=True, vllm_mode="colocate", top_k=5), "top_k"),
+        (dict(spec_verifier="engine", use_vllm=True, vllm_mode="colocate", min_p=0.1), "min_p"),
+        (dict(use_vllm=True, vllm_mode="colocate", temperature=0.005), "temperature"),
+        (dict(temperature=0.0), "temperature"),
+        (dict(temperature=float("nan")), "temperature"),
+        (dict(temperature=float("inf")), "temperature"),
         (dict(top_k=None), "top_k"),
-        (dict(min_p=0.1), "min_p"),
+        (dict(top_k=-1), "top_k"),
+        (dict(top_k=2.5), "top_k"),
+        (dict(top_p=None), "top_p"),
+        (dict(top_p=0.0), "top_p"),
+        (dict(top_p=1.5), "top_p"),
+        (dict(min_p=-0.1), "min_p"),
+        (dict(min_p=float("nan")), "min_p"),
         (dict(repetition_penalty=1.1), "repetition_penalty"),
         (dict(generation_kwargs={"no_repeat_ngram_size": 2}), "generation_kwargs"),
         (dict(use_vllm=True, vllm_mode="colocate", vllm_structured_outputs_regex="[0-9]+"), "structured_outputs"),
+        (dict(spec_reused_logprobs="behaviour"), "spec_reused_logprobs"),
+        (
+            dict(
+                spec_reused_logprobs="behaviour",
+                use_vllm=True,
+                vllm_mode="colocate",
+                vllm_importance_sampling_correction=False,
+            ),
+            "vllm_importance_sampling_correction",
+        ),
         (dict(max_completion_length=None), "max_completion_length"),
     ],
 )
@@ -520,19 +602,20 @@ def test_all_settings_are_command_line_flags():
     flags = dict(
         output_dir="out", use_cpu="true", bf16="false", use_spec_rollout="true", spec_log_lenience="0.2",
         spec_rule="random", spec_carry_limit="3", spec_refresh_rate="0.25", spec_verifier="trainer",
-        spec_cache_dir="somewhere", spec_cache_max_mib="10", spec_guard="false",
+        spec_cache_dir="somewhere", spec_cache_max_mib="10", spec_guard="false", spec_reused_logprobs="behaviour",
     )  # fmt: skip
     line = [part for name, value in flags.items() for part in (f"--{name}", value)]
     (args,) = trl.TrlParser(SpecGRPOConfig).parse_args_and_config(line)
     assert args.use_spec_rollout and not args.spec_guard
     assert (args.spec_log_lenience, args.spec_rule, args.spec_carry_limit) == (0.2, "random", 3)
+    assert args.spec_reused_logprobs == "behaviour"
     assert (args.cache_directory(), args.spec_cache_max_mib) == (Path("somewhere"), 10)
 
 
 def test_every_setting_has_help():
     fields = SpecGRPOConfig.__dataclass_fields__.values()
     ours = [field for field in fields if field.name.startswith(("spec_", "use_spec"))]
-    assert len(ours) == 9
+    assert len(ours) == 10
     assert all(field.metadata.get("help") for field in ours)
 
 

@@ -28,7 +28,7 @@ def little_garbage():
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(temperature=0.7),
+        dict(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02),
         dict(steps_per_generation=2, mask_truncated_completions=True, per_device_train_batch_size=4),
     ],
     ids=lambda changes: "-".join(changes),

@@ -28,15 +28,17 @@ SHARDED = {
         fsdp="full_shard auto_wrap",
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
     ),
-    "zero2": dict(
+}
+for stage in (2, 3):
+    SHARDED[f"zero{stage}"] = dict(
         deepspeed={
-            "zero_optimization": {"stage": 2},
+            # A threshold below the size of the tiny model's matrices, so that stage 3 shards them.
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
             "zero_allow_untested_optimizer": True,
         }
-    ),
-}
+    )
 
 
 def launch(model, output, runs, ranks=2, nodes=1, **environment):
@@ -45,10 +47,9 @@ def launch(model, output, runs, ranks=2, nodes=1, **environment):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     tests = Path(__file__).parent
-    variables = os.environ | environment
-    variables |= dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    variables = os.environ | dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     # A CPU build of vLLM would give every process the same core.
-    variables |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind")
+    variables |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind") | environment
     variables["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
     launchers = [
         subprocess.Popen(
@@ -68,9 +69,9 @@ def launch(model, output, runs, ranks=2, nodes=1, **environment):
     return [launcher.returncode for launcher in launchers], printed[-1]
 
 
-def train(model, output, runs, ranks=2, nodes=1):
+def train(model, output, runs, ranks=2, nodes=1, **environment):
     """As [`launch`]; returns what each rank saw of each run."""
-    codes, printed = launch(model, output, runs, ranks, nodes)
+    codes, printed = launch(model, output, runs, ranks, nodes, **environment)
     assert not any(codes), printed[-5000:]
     return {
         name: [json.loads((output / name / f"rank-{rank}.json").read_text()) for rank in range(ranks * nodes)]
@@ -82,12 +83,13 @@ def values(seen, name):
     return [entry[name] for entry in seen["history"] if name in entry]
 
 
-def check(ranks, epochs=3):
+def check(ranks, epochs=3, distributed="MULTI_CPU"):
     """What holds for every run: ranks agree, every draft was found, and each row was recomputed and right."""
     first, *others = ranks
     for rank in ranks:
         assert rank["checked_rows"] == epochs * EPOCH * ROWS["per_device_train_batch_size"]
-        assert len(set(rank["weights"])) == 1 or "fsdp" in rank["cache"]
+        assert rank["distributed"] == distributed
+        assert len(set(rank["weights"])) == 1
     for other in others:
         assert other["total"] == first["total"]
     total = first["total"]
@@ -113,13 +115,14 @@ def data_parallel(tiny_model, tmp_path_factory):
         "tools": ROWS | unaligned | trl_tools.SETTINGS | dict(tools_model=tools_model),
         "full": ROWS | dict(spec_rule="full", num_train_epochs=2, learning_rate=0.0),
         "rloo": ROWS | dict(rloo=True, beta=0.05),
+        "lora-cut": ROWS | dict(top_k=20, min_p=0.05, lora=dict(r=4, target_modules=["q_proj"]), learning_rate=1e-2),
         "lora": ROWS | lora,
         "continuous batching": ROWS | lora | CONTINUOUS_BATCHING,
     }
     return output, train(tiny_model, output, runs)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "lora", "continuous batching"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "lora", "lora-cut", "continuous batching"])
 def test_every_rank_finds_what_any_rank_made(data_parallel, name):
     check(data_parallel[1][name])
 
@@ -153,9 +156,18 @@ def test_a_whole_epoch_without_anything_to_generate(data_parallel):
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_models(tiny_model, tmp_path, name):
-    if name == "zero2":
+    kind = "fsdp" if name == "fsdp2" else "deepspeed"
+    if kind == "deepspeed":
         pytest.importorskip("deepspeed")
-    check(train(tiny_model, tmp_path, {name: ROWS | SHARDED[name] | dict(num_train_epochs=2)})[name], epochs=2)
+    unaligned = dict(steps_per_generation=2, gradient_accumulation_steps=3, per_device_train_batch_size=3)
+    aligned = ROWS | SHARDED[name] | dict(num_train_epochs=2, use_cpu=False)
+    on_cpu = dict(SHARDS=kind, ACCELERATE_USE_CPU="false")
+    runs = {"aligned": aligned, "cut": aligned | dict(top_p=0.9), "unaligned": aligned | unaligned}
+    runs = train(tiny_model, tmp_path, runs, **on_cpu)
+    check(runs["aligned"], epochs=2, distributed=kind.upper())
+    check(runs["cut"], epochs=2, distributed=kind.upper())
+    first, second = runs["unaligned"]
+    assert first["total"] == second["total"] and first["total"]["reused_tokens"] > 0
 
 
 @pytest.mark.vllm

@@ -9,12 +9,16 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
 
+import numpy as np
+import torch
 import trl_tools
+import truncation
 import vllm_cpu
 from conftest import build_tiny_model
 from trl_runs import CheckedGRPOTrainer, CheckedRLOOTrainer, build, history, settings
 
-from trl_integration import SpecGRPOConfig, SpecRLOOConfig
+from specrl_plugins import FingerprintMismatch
+from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig
 
 pytestmark = [pytest.mark.trl, pytest.mark.vllm]
 
@@ -71,6 +75,107 @@ def test_reuse_begins_with_the_second_epoch_and_log_probs_are_right(tiny_model, 
     assert calls.count("generate") == len(fraction) * (1 if changes.get("spec_verifier") != "engine" else 2) - (
         first_epoch if changes.get("spec_verifier") == "engine" else 0
     )
+
+
+@pytest.mark.parametrize("sampling", truncation.SETTINGS[1:], ids=truncation.name)
+def test_every_cut_of_the_support_reuses_and_hands_over_and_stores_right_log_probs(tiny_model, tmp_path, sampling):
+    trainer, _ = run(tiny_model, tmp_path, learning_rate=3e-4, **sampling)
+    fraction = history(trainer, "spec/reused_token_fraction")
+    assert fraction[:3] == [0, 0, 0] and min(fraction[3:]) > 0
+    assert trainer.checked_rows == 9 * 8
+    total = trainer.spec_rollout.total
+    assert total.dropped_nonfinite == total.unstored_rows == 0
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_with_a_cut_support_a_policy_that_does_not_change_reuses_everything(tiny_model, tmp_path, correction):
+    trainer, calls = run(
+        tiny_model,
+        tmp_path,
+        learning_rate=0.0,
+        spec_log_lenience=1e-3,
+        vllm_importance_sampling_correction=correction,
+        **truncation.SETTINGS[-1],
+    )
+    assert history(trainer, "spec/full_reuse_rate") == [0, 0, 0] + [1] * 6
+    assert calls.count("generate") == 3
+
+
+def test_with_a_cut_support_the_cache_of_the_other_sampling_library_is_refused(tiny_model, tmp_path):
+    cuts = truncation.SETTINGS[-1]
+    build(tiny_model, settings(tmp_path, **cuts), trainer=SpecGRPOTrainer).train()
+    with pytest.raises(FingerprintMismatch, match=r"sampling\.sampler: 'transformers' in the cache, 'vllm' now"):
+        run(tiny_model, tmp_path, **cuts)
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(spec_verifier="engine", beta=0.05)], ids=["trainer", "engine-kl"])
+def test_lora_whose_adapters_are_merged_for_the_engine(tiny_model, tmp_path, changes):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    trainer, _ = run(tiny_model, tmp_path, parts=dict(peft_config=lora), learning_rate=1e-2, **changes)
+    total = trainer.spec_rollout.total
+    assert 0 < total.reused_tokens < total.drafted_tokens  # the policy moves
+    assert trainer.checked_rows == 9 * 8
+
+
+class CorrectedTrainer(SpecGRPOTrainer):
+    """Notes, of each rollout, what TRL's importance-sampling correction was told and what it made of that."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        answer = super()._generate_single_turn(*args, **kwargs)
+        self.drafts = [(r.prefix, r.draft.logprobs[: r.prefix] if r.prefix else []) for r in self._rollout.responses]
+        return answer
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        self.corrections = [*getattr(self, "corrections", []), (self.drafts, output)]
+        return output
+
+
+LENIENCE = 0.5
+SMALLEST = 0.7  # above exp(-0.5), so that some reused tokens are below
+
+
+@pytest.mark.parametrize("told", ["verified", "behaviour"])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_what_importance_sampling_correction_is_told_of_reused_tokens(tiny_model, tmp_path, mode, told):
+    limits = dict(vllm_importance_sampling_clip_min=SMALLEST, vllm_importance_sampling_clip_max=1.3)
+    settings = dict(vllm_importance_sampling_mode=mode, spec_reused_logprobs=told, num_train_epochs=2)
+    trainer, _ = run(tiny_model, tmp_path, trainer=CorrectedTrainer, learning_rate=5e-3, **limits, **settings)
+    rates, told_apart = [], 0
+    for drafts, output in trainer.corrections:
+        mask = output["completion_mask"].bool()
+        old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
+        for row, (prefix, draft) in enumerate(drafts):
+            verified = old[row, :prefix].numpy()
+            written = np.minimum(draft, LENIENCE + verified)
+            np.testing.assert_allclose(sampling[row, :prefix], verified if told == "verified" else written, atol=1e-4)
+            told_apart += bool(prefix) and np.abs(written - verified).max() > 1e-2
+            # The engine's own tokens are sampled by the policy of today.
+            np.testing.assert_allclose(
+                sampling[row, prefix:][mask[row, prefix:]], old[row, prefix:][mask[row, prefix:]], atol=1e-4
+            )
+        differences = torch.where(mask, old - sampling, 0.0)
+        ratio = (differences.sum(1, keepdim=True) if "sequence" in mode else differences).exp()
+        inside = (ratio >= SMALLEST) & (ratio <= 1.3)
+        expected = ratio.clamp(SMALLEST, 1.3) if "truncate" in mode else ratio * inside
+        torch.testing.assert_close(output["importance_sampling_ratio"], expected, atol=1e-4, rtol=1e-4)
+        if told == "behaviour":  # the rule that kept them bounds the ratio of each reused token
+            assert (differences > -LENIENCE - 1e-4).all()
+        else:
+            assert (expected - 1).abs().max() < 1e-3
+        rates.append(0.0 if "truncate" in mode else (~inside | ~mask).all(1).float().mean().item())
+    assert told_apart > 0
+    assert history(trainer, "spec/masked_row_rate") == pytest.approx(rates)
+    if mode == "sequence_mask":
+        assert (sum(rates) > 0) == (told == "behaviour")
+
+
+def test_a_correction_that_masks_most_rows_is_warned_about(tiny_model, tmp_path, caplog):
+    trainer, _ = run(tiny_model, tmp_path, num_train_epochs=1, vllm_importance_sampling_clip_max=1e-6)
+    assert history(trainer, "spec/masked_row_rate") == [1, 1, 1]
+    warnings = [record.getMessage() for record in caplog.records if "out of the loss" in record.getMessage()]
+    assert len(warnings) == 1 and "100%" in warnings[0] and "token_truncate" in warnings[0]
 
 
 @pytest.mark.parametrize("verifier", ["trainer", "engine"])
@@ -142,3 +247,12 @@ def test_with_tools_the_first_turn_is_reused_and_the_engine_does_the_others(tmp_
         assert calls.count("generate") > 12
     if trainer.args.vllm_importance_sampling_correction:
         assert all(value < 1e-4 for value in history(trainer, "sampling/sampling_logp_difference/max"))
+
+
+def test_what_tools_answered_does_not_hide_that_a_row_is_masked(tmp_path):
+    model = trl_tools.build_model(tmp_path / "model")
+    clipped = dict(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_max=1e-6)
+    changes = trl_tools.SETTINGS | clipped | dict(num_train_epochs=1)
+    trainer, _ = run(model, tmp_path, parts=trl_tools.parts(model), **changes)
+    assert max(history(trainer, "tools/call_frequency")) > 0
+    assert history(trainer, "spec/masked_row_rate") == [1, 1, 1]

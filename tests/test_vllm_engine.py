@@ -14,30 +14,6 @@ pytestmark = pytest.mark.vllm
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7, 9, 10, 11, 12]]
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_model):
-    import vllm_cpu
-    from vllm import LLM
-
-    vllm_cpu.repair()
-    return LLM(
-        model=tiny_model,
-        max_model_len=256,
-        gpu_memory_utilization=0.2,
-        enforce_eager=True,
-        dtype="float32",
-        logprobs_mode="processed_logprobs",
-        kv_cache_memory_bytes=64 << 20,
-    )
-
-
-@pytest.fixture(scope="module")
-def policy(tiny_model):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(tiny_model)
-
-
 def engine(llm, **changes):
     from vllm import SamplingParams
 

@@ -14,9 +14,11 @@ import signal
 import sys
 from pathlib import Path
 
+import sharding_cpu
 import torch
 import trl_tools
 from accelerate.utils import gather_object
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl_runs import PROMPTS, CheckedGRPOTrainer, CheckedRLOOTrainer, RecordedReward, build, settings
 
@@ -59,13 +61,20 @@ def run(
         "nodes": core.ranks.nodes,
         "cache_rows": len(core.cache),
         "cache": str(core.cache.directory),
-        "weights": gather_object([sum(p.detach().double().abs().sum().item() for p in trainer.model.parameters())]),
+        "distributed": trainer.accelerator.distributed_type.value,
+        "weights": gather_object([sum(whole(p).double().abs().sum().item() for p in trainer.model.parameters())]),
     }
     (output / f"rank-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(seen))
 
 
+def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
 def main(model: str, output: str, runs: str) -> None:
     torch.set_num_threads(1)
+    if "SHARDS" in os.environ:
+        sharding_cpu.allow(os.environ["SHARDS"])
     for name, changes in json.loads(runs).items():
         run(model, Path(output) / name, **changes)
 

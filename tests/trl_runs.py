@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import truncation
 from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from specrl_plugins import prompt_key
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOTrainer
@@ -67,7 +68,9 @@ def history(trainer, name):
 class Checked:
     """Mixed into a trainer: recomputes every rollout with a plain forward and compares all that was made of it.
 
-    Tolerance of a log-prob: 1e-4 nats (fp32; batches are padded differently).
+    Log-probs that are stored or said to be sampled are of the distribution that is sampled; the old log-probs of the
+    loss are TRL's, of the whole distribution. Tolerance of a log-prob: 1e-4 nats (fp32; batches are padded
+    differently).
     """
 
     tolerance = 1e-4
@@ -81,6 +84,7 @@ class Checked:
         prompts = [
             ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"], strict=True)
         ]
+        model = self._plain_model()
         keys = gather_object([prompt_key(prompt) for prompt in prompts])  # of all ranks
         for row, prompt in enumerate(prompts):
             place = self.accelerator.process_index * len(prompts) + row
@@ -103,18 +107,40 @@ class Checked:
             room = ((self.args.use_vllm and self.args.vllm_max_model_length) or 10**6) - len(prompt)
             assert stored.finish_reason == "stop" or len(ids) == min(self.max_completion_length, room)
             with torch.no_grad():
-                logits = self.model(torch.tensor([prompt + whole])).logits[0, len(prompt) - 1 : -1]
-            plain = (logits / self.temperature).log_softmax(-1).gather(1, torch.tensor(whole)[:, None])[:, 0].numpy()
-            np.testing.assert_allclose(stored.logprobs, plain[: len(ids)], atol=self.tolerance)
-            written = output.get("tool_mask", output["completion_mask"])[row, :kept].bool()  # not by a tool
-            for name, known in (("old_per_token_logps", mask[:kept].bool()), ("sampling_per_token_logps", written)):
+                logits = model(torch.tensor([prompt + whole])).logits[0, len(prompt) - 1 : -1].numpy()
+            tempered, at = dict(temperature=self.temperature), (np.arange(len(whole)), whole)
+            cut = tempered | dict(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+            sampler = "vllm" if self.args.use_vllm else "transformers"
+            sampled = truncation.log_probs(logits, sampler, **cut)[at]
+            plain = truncation.log_probs(logits, **tempered)[at]
+            np.testing.assert_allclose(stored.logprobs, sampled[: len(ids)], atol=self.tolerance)
+            written = output.get("tool_mask", output["completion_mask"])[row, :kept].bool().numpy()  # not by a tool
+            for name, expected, known in (
+                ("old_per_token_logps", plain, np.ones(kept, bool)),
+                ("sampling_per_token_logps", sampled, written),
+            ):
                 if name in output:
                     np.testing.assert_allclose(
-                        output[name][row, :kept][known], plain[:kept][known.numpy()], atol=self.tolerance
+                        output[name][row, :kept].numpy()[known], expected[:kept][known], atol=self.tolerance
                     )
             self.checked_rows += 1
             self.went_on_rows += bool(len(whole) > len(ids) and stored.ages.all())  # after a turn that was reused whole
         return output
+
+    def _plain_model(self):
+        """What recomputes: the model itself or, where its weights are shards, a copy of it that is whole."""
+        plugin = self.accelerator.state.deepspeed_plugin
+        if plugin is None or plugin.zero_stage < 3:
+            return self.model
+        import deepspeed
+
+        model = self.accelerator.unwrap_model(self.model)
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        with deepspeed.zero.Init(enabled=False):
+            copy = LlamaForCausalLM(model.config)
+        copy.load_state_dict(weights)
+        return copy
 
 
 class CheckedGRPOTrainer(Checked, SpecGRPOTrainer):

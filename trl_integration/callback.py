@@ -45,7 +45,7 @@ class SpecRolloutCallback(RunLog):
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self._first_epoch = 0.0
-        self._warned_no_draft = False
+        self._warned_no_draft = self._warned_masked = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -87,6 +87,15 @@ class SpecRolloutCallback(RunLog):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         super().on_log(args, state, control, logs=logs, **kwargs)
+        masked = (logs or {}).get("spec/masked_row_rate", 0.0)
+        if masked > 0.5 and not self._warned_masked:
+            self._warned_masked = True
+            logger.warning(
+                "TRL's importance-sampling correction leaves %.0f%% of the rows out of the loss. In its modes for "
+                "whole sequences, small differences add up over a long response. Use "
+                "`spec_reused_logprobs='verified'`, or `vllm_importance_sampling_mode='token_truncate'`.",
+                100 * masked,
+            )
         total = self.trainer.spec_rollout.total
         if (
             not self._warned_no_draft
@@ -103,8 +112,8 @@ class SpecRolloutCallback(RunLog):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         core = self.trainer.spec_rollout
-        # Once all ranks are here, the checkpoint is whole. If one is killed before, the cache is still as the one before
-        # needs it.
+        # Once all ranks are here, the checkpoint is whole. If one is killed before, the cache is still as the one
+        # before it needs it.
         core.ranks.gather(None)
         try:
             core.cache.checkpoint(state.global_step)

@@ -56,19 +56,18 @@ def _unsupported_settings(args: Any) -> Iterator[str]:
         yield "`max_completion_length=None`: a response that was cut is continued up to this cap. Set one."
     if args.spec_verifier == "engine" and not args.use_vllm:
         yield "`spec_verifier='engine'` without `use_vllm=True`: there is no engine. Use `'trainer'`."
-    if args.spec_verifier == "engine" and args.temperature != 1.0:
-        yield (
-            f"`spec_verifier='engine'` with `temperature={args.temperature}`: vLLM scores without temperature. Use "
-            "`'trainer'`."
-        )
-    # transformers takes an open top-k for its default of 50.
-    for name, neutral in (("top_p", (1.0,)), ("top_k", (0,)), ("min_p", (0.0, None))):
-        if (value := getattr(args, name)) not in neutral:
-            yield f"`{name}={value}`: the truncated distribution that is sampled is not the one that is scored."
+    yield from _unsupported_distribution(args)
     if args.repetition_penalty != 1.0:
         yield (
             f"`repetition_penalty={args.repetition_penalty}`: the penalised distribution that is sampled is not the "
             "one that is scored."
+        )
+    # RLOO has no such correction.
+    corrects = args.use_vllm and getattr(args, "vllm_importance_sampling_correction", False)
+    if args.spec_reused_logprobs == "behaviour" and not corrects:
+        yield (
+            "`spec_reused_logprobs='behaviour'` without TRL's importance-sampling correction, which alone uses it: use "
+            "`'verified'`, or GRPO with `use_vllm=True` and `vllm_importance_sampling_correction=True`."
         )
     if args.use_vllm and args.vllm_structured_outputs_regex is not None:
         yield "`vllm_structured_outputs_regex`: the constrained distribution is not the one that is scored."
@@ -79,11 +78,39 @@ def _unsupported_settings(args: Any) -> Iterator[str]:
         )
 
 
+def _unsupported_distribution(args: Any) -> Iterator[str]:
+    """Temperature and cuts of the support that are out of range, or that the verifier does not know of."""
+    # vLLM lifts what is below 0.01 to it (0.29), and a temperature of zero has no log-probs.
+    lowest = 0.01 if args.use_vllm else 0.0
+    temperature_fits = lowest < args.temperature < math.inf or args.temperature == lowest > 0
+    ranges = {
+        "temperature": (temperature_fits, f"a number {'from 0.01 on' if args.use_vllm else 'above 0'}"),
+        # Left open, transformers fills in its default of 50, or what the model's own config says.
+        "top_k": (isinstance(args.top_k, int) and args.top_k >= 0, "a whole number of tokens; 0 keeps all"),
+        "top_p": (args.top_p is not None and 0 < args.top_p <= 1, "above 0 and at most 1; 1 keeps all"),
+        "min_p": (args.min_p is None or 0 <= args.min_p <= 1, "between 0 and 1; 0 keeps all"),
+    }
+    for name, (fits, allowed) in ranges.items():
+        if not fits:
+            yield f"`{name}={getattr(args, name)}`: the sampled distribution is known where this is {allowed}."
+    if args.spec_verifier == "engine":
+        neutral = {"temperature": (1.0,), "top_k": (0,), "top_p": (1.0,), "min_p": (0.0, None)}
+        for name, values in neutral.items():
+            if ranges[name][0] and (value := getattr(args, name)) not in values:
+                yield (
+                    f"`spec_verifier='engine'` with `{name}={value}`: vLLM's log-probs of a given text are of the "
+                    "model's own distribution, without temperature and with every token. Use `'trainer'`."
+                )
+
+
 def _unsupported_parts(trainer: Any) -> Iterator[str]:
     if trainer._is_vlm:
         yield "a model that takes images: pass a tokenizer as `processing_class`, and a text model."
     if getattr(trainer, "rollout_func", None) is not None:
         yield "`rollout_func`: it bypasses the trainer's own rollout, which is what is reused."
+    state = trainer.accelerator.state
+    if getattr(getattr(state, "fsdp_plugin", None), "fsdp_version", None) == 1:
+        yield "FSDP 1: not shown to work yet. Use FSDP 2 (`fsdp_version: 2`)."
     if not trainer.use_vllm:  # `generate` fills what TRL leaves open from the model's own config, then from defaults
         for name, value in trainer.model.generation_config.to_diff_dict().items():
             if value and name not in _NOT_SHAPING and not name.startswith(("_", "output_")):

@@ -33,6 +33,10 @@ class SpecRolloutArguments:
         spec_verifier (`str`, *optional*, defaults to `"trainer"`):
             What scores past completions: `"trainer"`, the trainer's own forward, whose result is then not computed
             again for the old log-probs; or `"engine"`, vLLM.
+        spec_reused_logprobs (`str`, *optional*, defaults to `"verified"`):
+            What TRL's importance-sampling correction is told of reused tokens: `"verified"`, their log-probs under the
+            current policy, which keeps them; or `"behaviour"`, those under the policy that wrote them, bounded by the
+            acceptance rule.
         spec_cache_dir (`str`, *optional*):
             Folder of the trajectory cache. Defaults to `spec_cache` in `output_dir`.
         spec_cache_max_mib (`float`, *optional*, defaults to `4096`):
@@ -79,6 +83,15 @@ class SpecRolloutArguments:
             "choices": ["trainer", "engine"],
         },
     )
+    spec_reused_logprobs: str = field(
+        default="verified",
+        metadata={
+            "help": "What TRL's importance-sampling correction is told of reused tokens: 'verified', their log-probs "
+            "under the current policy, which keeps them; or 'behaviour', those under the policy that wrote them, "
+            "bounded by the acceptance rule.",
+            "choices": ["verified", "behaviour"],
+        },
+    )
     spec_cache_dir: str | None = field(
         default=None, metadata={"help": "Folder of the trajectory cache. Not set: `spec_cache` in `output_dir`."}
     )
@@ -98,6 +111,8 @@ class SpecRolloutArguments:
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes next in every class that mixes this in
         if self.spec_verifier not in ("trainer", "engine"):
             raise ValueError(f"`spec_verifier` is 'trainer' or 'engine', not {self.spec_verifier!r}.")
+        if self.spec_reused_logprobs not in ("verified", "behaviour"):
+            raise ValueError(f"`spec_reused_logprobs` is 'verified' or 'behaviour', not {self.spec_reused_logprobs!r}.")
         if not isinstance(self.spec_cache_max_mib, int | float) or not self.spec_cache_max_mib > 0:
             raise ValueError(f"`spec_cache_max_mib` is a size in MiB, above 0, not {self.spec_cache_max_mib}.")
         if self.spec_cache_dir is not None:

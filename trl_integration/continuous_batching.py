@@ -89,7 +89,7 @@ def recorded_generate_batch(
     """
     recorder = BatchRecorder(model, budgets, eos_token_ids)
     patched = vars(model).get("generate_batch")
-    model.generate_batch = recorder.generate_batch
+    model.generate_batch = recorder.generate_batch  # type: ignore[assignment]
     try:
         yield recorder
     finally:

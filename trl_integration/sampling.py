@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
 
 from specrl_plugins import Continuation
 
@@ -17,18 +17,16 @@ from specrl_plugins import Continuation
 class SampleRecorder:
     """Notes what `generate` samples, and stops each row at its budget.
 
-    It sees the scores of a step as a logits processor, and the token drawn from them as a stopping criterion. It
-    changes neither the scores nor the random numbers, so the same tokens come out as without it.
+    It sees the scores of a step as the last logits processor, and the token drawn from them as a stopping criterion.
+    It changes neither the scores nor the random numbers, so the same tokens come out as without it.
 
     Args:
         budgets (`Sequence[int]` of length `batch`): most tokens to sample for each row.
         eos_token_ids (`Sequence[int]`): ids that end a row.
-        temperature (`float`): what `generate` divides the scores by after the given processors.
         device (`torch.device`): where the model is.
     """
 
-    def __init__(self, budgets: Sequence[int], eos_token_ids: Sequence[int], temperature: float, device: torch.device):
-        self.temperature = temperature
+    def __init__(self, budgets: Sequence[int], eos_token_ids: Sequence[int], device: torch.device):
         self._budgets = torch.tensor(budgets, device=device)
         self._eos_token_ids = torch.tensor(eos_token_ids, device=device)
         self._lengths = torch.zeros_like(self._budgets)
@@ -38,13 +36,13 @@ class SampleRecorder:
         self._logprobs: list[torch.Tensor] = []
 
     def see_scores(self, scores: torch.Tensor) -> None:
-        """Scores of the next token, of shape `(batch, vocabulary)`."""
+        """Scores that the next token is drawn by, of shape `(batch, vocabulary)`."""
         self._scores = scores
 
     def see_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens drawn from them, of shape `(batch,)`; returns which rows are done, of the same shape."""
         assert self._scores is not None
-        scores, self._scores = self._scores.float() / self.temperature, None
+        scores, self._scores = self._scores.float(), None
         self._tokens.append(tokens)
         self._logprobs.append(scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(1))
         going = ~self._stopped & (self._lengths < self._budgets)
@@ -81,24 +79,32 @@ class _Tokens(StoppingCriteria):
 
 @contextmanager
 def recorded_generate(
-    model: PreTrainedModel, budgets: Sequence[int], eos_token_ids: Sequence[int], temperature: float
+    model: PreTrainedModel, budgets: Sequence[int], eos_token_ids: Sequence[int], warpers: LogitsProcessorList
 ) -> Iterator[SampleRecorder]:
     """While open, `model.generate` stops each row at its budget and notes what it samples.
 
+    `generate` would apply temperature and cuts of the support after every processor that it is given, so that none
+    sees what is sampled. They are given to it as processors, then, and its own are switched off.
+
     Args:
         model ([`~transformers.PreTrainedModel`]): the model whose `generate` is called, once.
-        budgets, eos_token_ids, temperature: see [`SampleRecorder`].
+        budgets, eos_token_ids: see [`SampleRecorder`].
+        warpers ([`~transformers.LogitsProcessorList`]): what shapes the distribution, in place of the settings of the
+            `generation_config` that `generate` is called with.
     """
-    recorder = SampleRecorder(budgets, eos_token_ids, temperature, model.device)
+    recorder = SampleRecorder(budgets, eos_token_ids, model.device)
     generate, patched = model.generate, vars(model).get("generate")
 
     def bounded(*args: Any, generation_config: Any, **kwargs: Any) -> Any:
         generation_config = copy.copy(generation_config)
         generation_config.max_new_tokens = max(budgets)
+        generation_config.temperature, generation_config.top_k, generation_config.top_p = 1.0, 0, 1.0
+        if generation_config.min_p is not None:  # an open one would be filled in from the model's own config
+            generation_config.min_p = 0.0
         return generate(  # type: ignore[operator]
             *args,
             generation_config=generation_config,
-            logits_processor=[_Scores(recorder)],
+            logits_processor=LogitsProcessorList([*warpers, _Scores(recorder)]),
             stopping_criteria=[_Tokens(recorder)],
             **kwargs,
         )

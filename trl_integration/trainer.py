@@ -37,6 +37,7 @@ from trl_integration.callback import SpecRolloutCallback
 from trl_integration.checks import UnsupportedSetting, check_config, check_trainer, warn_of_little_use
 from trl_integration.config import SpecRolloutArguments
 from trl_integration.continuous_batching import recorded_generate_batch
+from trl_integration.distribution import SampledDistribution
 from trl_integration.ranks import EngineRanks, TrainingRanks
 from trl_integration.sampling import recorded_generate
 
@@ -85,6 +86,8 @@ class SpecRolloutMixin:
         super().__init__(*args, **kwargs)
         check_trainer(self)
         warn_of_little_use(self)
+        sampler = "vllm" if self.use_vllm else "transformers"
+        self._sampled = SampledDistribution(self.temperature, self.top_k, self.top_p, self.min_p, sampler)
         fingerprint, ranks = self._fingerprint(), TrainingRanks(self.accelerator)
         directory = config.cache_directory(ranks.nodes[ranks.index])
         self.spec_rollout = SpeculativeRollout(
@@ -120,7 +123,9 @@ class SpecRolloutMixin:
                 "min_p": self.min_p,
                 "repetition_penalty": self.repetition_penalty,
                 "eos_token_ids": sorted(self.eos_token_ids),
-            },
+            }
+            # Libraries cut the support in different orders.
+            | ({"sampler": self._sampled.sampler} if self._sampled.truncated else {}),
         )
 
     def _generate_single_turn(
@@ -145,10 +150,19 @@ class SpecRolloutMixin:
         completion_ids = [response.tokens.tolist() for response in self._rollout.responses]
         if not self._single_turn_returns_logprobs:
             return completion_ids
-        # Reused tokens count as sampled by the policy that verified them: their importance ratio is 1 with the
-        # trainer as the verifier, and that of engine against trainer with the engine.
-        logprobs = [response.logprobs.tolist() for response in self._rollout.responses] if self.use_vllm else None
-        return completion_ids, logprobs
+        return completion_ids, self._sampling_logprobs(self._rollout) if self.use_vllm else None
+
+    def _sampling_logprobs(self, rollout: Rollout) -> list[list[float]]:
+        """What TRL's importance-sampling correction is told.
+
+        Verified: reused tokens count as sampled by the policy that verified them, so that their ratio is 1 with the
+        trainer as the verifier, and that of engine against trainer with the engine.
+        """
+        assert self.spec_rollout is not None
+        if self.args.spec_reused_logprobs == "verified":
+            return [response.logprobs.tolist() for response in rollout.responses]
+        policy = self.spec_rollout.policy
+        return [response.behaviour_logprobs(policy).tolist() for response in rollout.responses]
 
     def _roll_out(self, prompts: list[list[int]], single_turn: Callable[[list[list[int]]], Any]) -> Rollout:
         """One rollout of the core, with TRL's `_generate_single_turn` as what generates."""
@@ -163,7 +177,7 @@ class SpecRolloutMixin:
                 if self.use_transformers_continuous_batching:
                     recording = recorded_generate_batch(model, budgets, self.eos_token_ids)
                 else:
-                    recording = recorded_generate(model, budgets, self.eos_token_ids, self.temperature)
+                    recording = recorded_generate(model, budgets, self.eos_token_ids, self._sampled.warpers)
                 with recording as recorder:
                     single_turn(list(rows))
                 return recorder.continuations()[: len(contexts)]
@@ -189,6 +203,9 @@ class SpecRolloutMixin:
     ) -> list[NDArray[np.float32]]:
         """Log-probs of continuations by the trainer's forward, see [`specrl_plugins.Engine.score`].
 
+        They are of the distribution that is sampled. Where its support is cut (top-k, top-p, min-p) they differ from
+        those that TRL's own forward returns and TRL's loss is made of, which know of the temperature only.
+
         In batches of `per_device_train_batch_size` rows of similar length, so that little is padded; as many on each
         rank, since a sharded model needs all ranks for a forward.
         """
@@ -198,6 +215,9 @@ class SpecRolloutMixin:
         order = np.argsort(lengths, kind="stable")
         scored: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(prompts)
         size = self.args.per_device_train_batch_size
+        if self._sampled.truncated:
+            longest = max(self.spec_rollout.ranks.gather(max(map(len, continuations), default=1)))
+            size = min(size, self._sampled.rows_at_once(longest, self.model.config.get_text_config().vocab_size))
         batches = [order[start : start + size].tolist() for start in range(0, len(order), size)]
         most = max(self.spec_rollout.ranks.gather(len(batches)))
         batches += [[]] * (most - len(batches))
@@ -210,9 +230,12 @@ class SpecRolloutMixin:
                     _pad([np.ones(len(row)) for row in left], 0, "left", device),
                     _pad([np.ones(len(row)) for row in right], 0, "right", device),
                 ]
-                logprobs, _, _ = super()._get_per_token_logps_and_entropies(
-                    self.model, torch.cat(ids, 1), torch.cat(mask, 1), ids[1].size(1)
-                )
+                sequences = (self.model, torch.cat(ids, 1), torch.cat(mask, 1), ids[1].size(1))
+                if self._sampled.truncated:
+                    with self.accelerator.autocast():
+                        logprobs = self._sampled.logprobs(*sequences)
+                else:
+                    logprobs, _, _ = super()._get_per_token_logps_and_entropies(*sequences)
                 lines = logprobs.float().cpu().numpy()
                 for row, line in zip(rows, lines[: len(rows)], strict=True):
                     scored[row] = line[: len(continuations[row])]
@@ -234,6 +257,7 @@ class SpecRolloutMixin:
             or self._scored is not None
             or not self._is_policy(model)
             or self.args.spec_verifier != "trainer"
+            or self._sampled.truncated  # verification scores the truncated distribution, TRL the whole one
         ):
             return forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         assert self.spec_rollout is not None
@@ -295,6 +319,7 @@ class SpecRolloutMixin:
             self._rollout = self._scored = self._rewards = None
             if scored is None and self.use_vllm and self.args.spec_verifier == "trainer":
                 scored = self._score_generated(rollout)
+            _count_masked(rollout, output)
             self.spec_rollout.store(rollout, None if self.args.spec_verifier == "engine" else scored, rewards)
         return output
 
@@ -318,6 +343,15 @@ def _adapters(model: Any) -> tuple[bool, list[str]]:
     """Whether adapters of a PEFT model are in use, and which."""
     status = model.get_model_status()
     return status.enabled, status.active_adapters
+
+
+def _count_masked(rollout: Rollout, output: dict[str, Any]) -> None:
+    """Count the rows that TRL's importance-sampling correction leaves out of the loss: all their ratios are 0."""
+    ratio = output.get("importance_sampling_ratio")
+    if ratio is not None:  # of shape (batch, tokens), or (batch, 1) in its sequence modes
+        mask = (output["completion_mask"] * output.get("tool_mask", 1)).bool()  # what a tool answered has ratio 1
+        rollout.counts.corrected_rows += len(mask)
+        rollout.counts.masked_rows += int(((ratio == 0) | ~mask).all(1).sum())
 
 
 def _pad(rows: Sequence[Any], value: int, side: str, device: torch.device) -> torch.Tensor:
