@@ -16,12 +16,13 @@ import pytest
 
 pytest.importorskip("trl")
 
+import torch
 import trl
 import truncation
 from conftest import build_tiny_model
 from datasets import Dataset
 from disk import full_disk
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 from trl_runs import (
     PROMPTS,
     CheckedGRPOTrainer,
@@ -208,6 +209,25 @@ def test_every_kind_of_end_token_and_vocabulary(tmp_path, model):
     total = trainer.spec_rollout.total
     assert total.reused_tokens > 0
     assert bool(total.dropped_vocabulary) == ("extra_vocab" in model)
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(steps_per_generation=2)], ids=["aligned", "unaligned"])
+def test_a_base_of_four_bits_with_an_adapter(tiny_model, tmp_path, changes):
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=four_bits, device_map="cpu")
+    trainer = build(
+        model,
+        settings(tmp_path, learning_rate=0.05, beta=0.05, **changes),
+        trainer=CheckedGRPOTrainer,
+        tokenizer=tiny_model,
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    )
+    trainer.train()
+    assert trainer.checked_rows == trainer.spec_rollout.total.rows
+    fraction = history(trainer, "spec/reused_token_fraction")
+    assert sum(fraction) > 0 and min(fraction[len(fraction) // 3 :]) < 1  # the policy moves
 
 
 def test_conversational_prompts(tiny_model, tmp_path):
@@ -409,7 +429,6 @@ def test_another_sampling_setting_refuses_the_old_cache(tiny_model, tmp_path):
             ),
             "vllm_importance_sampling_correction",
         ),
-        (dict(use_transformers_continuous_batching=True), "continuous_batching"),
         (dict(max_completion_length=None), "max_completion_length"),
     ],
 )

@@ -13,7 +13,8 @@ import pytest
 
 pytest.importorskip("trl")
 
-from trl_runs import CheckedGRPOTrainer, build, history, settings
+import trl_tools
+from trl_runs import CONTINUOUS_BATCHING, CheckedGRPOTrainer, build, history, settings
 
 from specrl_plugins import TrajectoryCache
 
@@ -104,19 +105,24 @@ def check(ranks, epochs=3, distributed="MULTI_CPU"):
 @pytest.fixture(scope="module")
 def data_parallel(tiny_model, tmp_path_factory):
     output = tmp_path_factory.mktemp("ranks")
+    unaligned = dict(steps_per_generation=2, gradient_accumulation_steps=3, per_device_train_batch_size=3)
+    lora = dict(beta=0.05, lora=dict(r=4, target_modules=["q_proj", "v_proj"]), learning_rate=1e-2)
+    tools_model = trl_tools.build_model(tmp_path_factory.mktemp("tools-model"))
     runs = {
         "grpo": ROWS,
         "halted": ROWS | dict(max_steps=3, save_strategy="steps", save_steps=3, shuffle_dataset=False),
-        "unaligned": ROWS | dict(steps_per_generation=2, gradient_accumulation_steps=3, per_device_train_batch_size=3),
+        "unaligned": ROWS | unaligned,
+        "tools": ROWS | unaligned | trl_tools.SETTINGS | dict(tools_model=tools_model),
         "full": ROWS | dict(spec_rule="full", num_train_epochs=2, learning_rate=0.0),
         "rloo": ROWS | dict(rloo=True, beta=0.05),
         "lora-cut": ROWS | dict(top_k=20, min_p=0.05, lora=dict(r=4, target_modules=["q_proj"]), learning_rate=1e-2),
-        "lora": ROWS | dict(beta=0.05, lora=dict(r=4, target_modules=["q_proj", "v_proj"]), learning_rate=1e-2),
+        "lora": ROWS | lora,
+        "continuous batching": ROWS | lora | CONTINUOUS_BATCHING,
     }
     return output, train(tiny_model, output, runs)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "lora", "lora-cut"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "lora", "lora-cut", "continuous batching"])
 def test_every_rank_finds_what_any_rank_made(data_parallel, name):
     check(data_parallel[1][name])
 
@@ -125,6 +131,15 @@ def test_a_schedule_with_a_pass_for_old_log_probs(data_parallel):
     """Ranks with fewer rows to compute in that pass compute as many as the others: it does not hang."""
     first, second = data_parallel[1]["unaligned"]
     assert first["total"] == second["total"] and first["total"]["reused_tokens"] > 0
+    assert first["weights"][0] == first["weights"][1]
+
+
+def test_tools_that_ranks_call_differently_often(data_parallel):
+    """Also in that pass, where rows that went on after their first turn are computed and others are not."""
+    first, second = data_parallel[1]["tools"]
+    assert first["total"] == second["total"] and first["total"]["reused_tokens"] > 0
+    assert first["total"]["rows"] == first["checked_rows"] + second["checked_rows"]
+    assert first["total"]["full_reuse_rows"] > first["went_on_rows"] + second["went_on_rows"] > 0
     assert first["weights"][0] == first["weights"][1]
 
 

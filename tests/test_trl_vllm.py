@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 import numpy as np
 import torch
+import trl_tools
 import truncation
 import vllm_cpu
 from conftest import build_tiny_model
@@ -230,3 +231,35 @@ def test_a_context_too_short_for_the_cap_ends_responses_without_failing(tiny_mod
     assert total.reused_tokens > 0
     # vLLM cannot score a draft that fills its context: those are left aside, and counted.
     assert bool(total.dropped_length) == (verifier == "engine")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(spec_verifier="engine"),
+        dict(vllm_enable_sleep_mode=True, vllm_importance_sampling_correction=False),
+    ],
+    ids=lambda changes: "-".join(changes) or "default",
+)
+def test_with_tools_the_first_turn_is_reused_and_the_engine_does_the_others(tmp_path, changes):
+    model = trl_tools.build_model(tmp_path / "model")
+    trainer, calls = run(model, tmp_path, parts=trl_tools.parts(model), **trl_tools.SETTINGS | changes)
+    total = trainer.spec_rollout.total
+    assert total.rows == trainer.checked_rows == 12 * 8
+    assert min(history(trainer, "spec/reused_token_fraction")[3:]) > 0
+    assert total.full_reuse_rows > trainer.went_on_rows > 0
+    if changes.get("spec_verifier") != "engine":
+        # One call for the first turns of a rollout, where any are unfinished, and one for each later turn.
+        assert calls.count("generate") > 12
+    if trainer.args.vllm_importance_sampling_correction:
+        assert all(value < 1e-4 for value in history(trainer, "sampling/sampling_logp_difference/max"))
+
+
+def test_what_tools_answered_does_not_hide_that_a_row_is_masked(tmp_path):
+    model = trl_tools.build_model(tmp_path / "model")
+    clipped = dict(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_max=1e-6)
+    changes = trl_tools.SETTINGS | clipped | dict(num_train_epochs=1)
+    trainer, _ = run(model, tmp_path, parts=trl_tools.parts(model), **changes)
+    assert max(history(trainer, "tools/call_frequency")) > 0
+    assert history(trainer, "spec/masked_row_rate") == [1, 1, 1]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import sharding_cpu
 import torch
+import trl_tools
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
@@ -32,9 +33,11 @@ class DiesAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(model: str, output: Path, rloo=False, resume=None, lora=None, prompts=PROMPTS, **changes) -> None:
+def run(
+    model: str, output: Path, rloo=False, resume=None, lora=None, tools_model=None, prompts=PROMPTS, **changes
+) -> None:
     args = settings(output, SpecRLOOConfig if rloo else SpecGRPOConfig, **changes)
-    reward, more = RecordedReward(), {}
+    more = trl_tools.parts(tools_model) if tools_model else dict(reward_funcs=RecordedReward(), prompts=prompts)
     if lora is not None:
         from peft import LoraConfig
 
@@ -44,16 +47,17 @@ def run(model: str, output: Path, rloo=False, resume=None, lora=None, prompts=PR
 
         vllm_cpu.repair()
     trainer_class = CheckedRLOOTrainer if rloo else CheckedGRPOTrainer
-    trainer = build(model, args, trainer=trainer_class, reward_funcs=reward, prompts=prompts, **more)
+    trainer = build(tools_model or model, args, trainer=trainer_class, **more)
     if "DIES_AT_STEP" in os.environ:
         trainer.add_callback(DiesAt())
     trainer.train(resume_from_checkpoint=resume)
     core = trainer.spec_rollout
     seen = {
         "checked_rows": trainer.checked_rows,
+        "went_on_rows": trainer.went_on_rows,
         "total": vars(core.total),
         "history": trainer.state.log_history,
-        "completions": reward.completions,
+        "completions": more["reward_funcs"].completions,
         "nodes": core.ranks.nodes,
         "cache_rows": len(core.cache),
         "cache": str(core.cache.directory),

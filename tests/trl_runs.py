@@ -12,6 +12,11 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from specrl_plugins import prompt_key
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOTrainer
 
+# With a small KV cache: by default it takes half of the memory, and seconds to set up.
+CONTINUOUS_BATCHING = dict(
+    use_transformers_continuous_batching=True,
+    transformers_continuous_batching_config=dict(block_size=16, num_blocks=32, max_batch_tokens=128),
+)
 PROMPTS = [f"{a}+{b}=?" for a in range(3) for b in range(2)]
 
 
@@ -74,7 +79,7 @@ class Checked:
         output = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
-        self.checked_rows = getattr(self, "checked_rows", 0)
+        self.checked_rows, self.went_on_rows = getattr(self, "checked_rows", 0), getattr(self, "went_on_rows", 0)
         eos = set(self.eos_token_ids)
         prompts = [
             ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"], strict=True)
@@ -87,30 +92,39 @@ class Checked:
             (stored,) = self.spec_rollout.cache.get_many([(keys[place], slot)])
             ids = stored.tokens.tolist()
             # What the trainer received is what was stored: never over the cap, one end token at the most, at the end.
-            received = output["completion_ids"][row]
-            assert received[: len(ids)].tolist() == ids
-            assert (received[len(ids) :] == self._tokenizer.pad_token_id).all()
-            mask = output["completion_mask"][row]
-            ended = ids[-1] in eos or ids[-1] == self._tokenizer.pad_token_id  # by TRL's own count
-            masked_out = self.mask_truncated_completions and not ended
-            assert int(mask.sum()) == (0 if masked_out else len(ids))
+            # With tools it may go on, with what they answered and what was written then.
+            received, mask = output["completion_ids"][row], output["completion_mask"][row]
+            kept = int(mask.sum())  # 0 where TRL masks a response that was cut
+            whole = received[: max(kept, len(ids))].tolist()
+            assert whole[: len(ids)] == ids
+            if not getattr(self, "tools", None):
+                assert (received[len(ids) :] == self._tokenizer.pad_token_id).all()
+                ended = ids[-1] in eos or ids[-1] == self._tokenizer.pad_token_id  # by TRL's own count
+                assert kept == (0 if self.mask_truncated_completions and not ended else len(ids))
             assert 0 < len(ids) <= self.max_completion_length
             assert not eos & set(ids[:-1])
             assert (ids[-1] in eos) == (stored.finish_reason == "stop")
             room = ((self.args.use_vllm and self.args.vllm_max_model_length) or 10**6) - len(prompt)
             assert stored.finish_reason == "stop" or len(ids) == min(self.max_completion_length, room)
             with torch.no_grad():
-                logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].numpy()
-            whole = dict(temperature=self.temperature)
-            cut = whole | dict(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+                logits = model(torch.tensor([prompt + whole])).logits[0, len(prompt) - 1 : -1].numpy()
+            tempered, at = dict(temperature=self.temperature), (np.arange(len(whole)), whole)
+            cut = tempered | dict(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
             sampler = "vllm" if self.args.use_vllm else "transformers"
-            sampled = truncation.log_probs(logits, sampler, **cut)[np.arange(len(ids)), ids]
-            plain = truncation.log_probs(logits, **whole)[np.arange(len(ids)), ids]
-            np.testing.assert_allclose(stored.logprobs, sampled, atol=self.tolerance)
-            for name, expected in (("old_per_token_logps", plain), ("sampling_per_token_logps", sampled)):
-                if name in output and not masked_out:
-                    np.testing.assert_allclose(output[name][row][: len(ids)], expected, atol=self.tolerance)
+            sampled = truncation.log_probs(logits, sampler, **cut)[at]
+            plain = truncation.log_probs(logits, **tempered)[at]
+            np.testing.assert_allclose(stored.logprobs, sampled[: len(ids)], atol=self.tolerance)
+            written = output.get("tool_mask", output["completion_mask"])[row, :kept].bool().numpy()  # not by a tool
+            for name, expected, known in (
+                ("old_per_token_logps", plain, np.ones(kept, bool)),
+                ("sampling_per_token_logps", sampled, written),
+            ):
+                if name in output:
+                    np.testing.assert_allclose(
+                        output[name][row, :kept].numpy()[known], expected[:kept][known], atol=self.tolerance
+                    )
             self.checked_rows += 1
+            self.went_on_rows += bool(len(whole) > len(ids) and stored.ages.all())  # after a turn that was reused whole
         return output
 
     def _plain_model(self):

@@ -54,8 +54,6 @@ def _unsupported_settings(args: Any) -> Iterator[str]:
         yield f"`vllm_mode={args.vllm_mode!r}`: only a colocated engine can verify and continue (`'colocate'`)."
     if args.max_completion_length is None:
         yield "`max_completion_length=None`: a response that was cut is continued up to this cap. Set one."
-    if args.use_transformers_continuous_batching:
-        yield "`use_transformers_continuous_batching=True`: it reports no log-probs."
     if args.spec_verifier == "engine" and not args.use_vllm:
         yield "`spec_verifier='engine'` without `use_vllm=True`: there is no engine. Use `'trainer'`."
     yield from _unsupported_distribution(args)
@@ -108,8 +106,6 @@ def _unsupported_distribution(args: Any) -> Iterator[str]:
 def _unsupported_parts(trainer: Any) -> Iterator[str]:
     if trainer._is_vlm:
         yield "a model that takes images: pass a tokenizer as `processing_class`, and a text model."
-    if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
-        yield "`tools` and `environment_factory`: only single-turn rollouts can be reused."
     if getattr(trainer, "rollout_func", None) is not None:
         yield "`rollout_func`: it bypasses the trainer's own rollout, which is what is reused."
     state = trainer.accelerator.state

@@ -2,7 +2,8 @@
 
 Four of TRL's private methods are overridden, all of them here, as read in TRL 1.16.0; each override calls the original:
 
-- `_generate_single_turn`: token ids of prompts in, completions out. The rollout.
+- `_generate_single_turn`: token ids of prompts in, completions out. The rollout; with tools, TRL calls it once more for
+  each later turn, and those calls are its own.
 - `_get_per_token_logps_and_entropies`: the trainer's forward. It verifies drafts; and in the pass for the old
   log-probs, rows that verification has already scored are handed back.
 - `_calculate_rewards`: read, to store a reward with its trajectory.
@@ -35,6 +36,7 @@ from specrl_plugins.fingerprint import content_hash
 from trl_integration.callback import SpecRolloutCallback
 from trl_integration.checks import UnsupportedSetting, check_config, check_trainer, warn_of_little_use
 from trl_integration.config import SpecRolloutArguments
+from trl_integration.continuous_batching import recorded_generate_batch
 from trl_integration.distribution import SampledDistribution
 from trl_integration.ranks import EngineRanks, TrainingRanks
 from trl_integration.sampling import recorded_generate
@@ -130,9 +132,13 @@ class SpecRolloutMixin:
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict, *args: Any, **kwargs: Any
     ) -> Any:
         single_turn = super()._generate_single_turn
-        self._rollout = self._scored = self._rewards = None  # an interrupted step may have left its own
-        if self.spec_rollout is None or not self.model.training:
-            return single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
+        # Where this batch has its rollout, TRL goes on after the calls of tools: a prompt with their results in it.
+        evaluation = not self.model.training
+        if self.spec_rollout is None or evaluation or self._rollout is not None:
+            output = single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
+            if self.spec_rollout is not None and evaluation:
+                self.model.eval()  # continuous batching ends in training mode, where the next batch would be a rollout
+            return output
         if multimodal_fields and not self.use_vllm:
             raise UnsupportedSetting(
                 f"`use_spec_rollout=True` does not work with a tokenizer that returns {', '.join(multimodal_fields)}: "
@@ -168,7 +174,11 @@ class SpecRolloutMixin:
                 model = self.accelerator.unwrap_model(self.model_wrapped)
                 # Other ranks generate: a sharded model needs all of them.
                 rows, budgets = (contexts, budgets) if contexts else ([[self._tokenizer.pad_token_id]], [1])
-                with recorded_generate(model, budgets, self.eos_token_ids, self._sampled.warpers) as recorder:
+                if self.use_transformers_continuous_batching:
+                    recording = recorded_generate_batch(model, budgets, self.eos_token_ids)
+                else:
+                    recording = recorded_generate(model, budgets, self.eos_token_ids, self._sampled.warpers)
+                with recording as recorder:
                     single_turn(list(rows))
                 return recorder.continuations()[: len(contexts)]
 
@@ -252,15 +262,19 @@ class SpecRolloutMixin:
             return forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         assert self.spec_rollout is not None
         responses, device = self._rollout.responses, input_ids.device
-        # TRL may mask whole rows (`mask_truncated_completions`), but their log-probs are wanted for the cache.
-        lengths = torch.tensor([len(response.tokens) for response in responses], device=device)
+        # A row may go on after its rollout, with what tools answered. And TRL may mask whole rows
+        # (`mask_truncated_completions`), but the log-probs of their rollouts are wanted for the cache.
+        turns = [len(response.tokens) for response in responses]
+        lengths = attention_mask[:, -logits_to_keep:].sum(1).maximum(torch.tensor(turns, device=device))
+        ends = [length == turn for length, turn in zip(lengths.tolist(), turns, strict=True)]
         wanted = (torch.arange(logits_to_keep, device=device) < lengths[:, None]).to(attention_mask.dtype)
         logprobs = torch.zeros(wanted.shape, device=device)
         for row, response in enumerate(responses):
             if response.reused_whole:
                 logprobs[row, : len(response.tokens)] = torch.from_numpy(response.logprobs).to(device)
-        known = [row for row, response in enumerate(responses) if response.reused_whole]
-        rows = [row for row, response in enumerate(responses) if not response.reused_whole]
+        whole = [response.reused_whole and end for response, end in zip(responses, ends, strict=True)]
+        known = [row for row in range(len(responses)) if whole[row]]
+        rows = [row for row in range(len(responses)) if not whole[row]]
         # A sharded model needs all ranks for a forward: each computes as many rows as the one with most to compute.
         again = known[: max(self.spec_rollout.ranks.gather(len(rows))) - len(rows)]
         if rows := rows + again:
@@ -268,7 +282,7 @@ class SpecRolloutMixin:
             computed, _, _ = forward(model, input_ids[rows], mask[rows], logits_to_keep, *args, **kwargs)
             logprobs[rows] = computed.float()
         self._count_spared(self._rollout, known[len(again) :])
-        self._scored = [line[:length] for line, length in zip(logprobs.cpu().numpy(), lengths.tolist(), strict=True)]
+        self._scored = [line[:turn] for line, turn in zip(logprobs.cpu().numpy(), turns, strict=True)]
         return logprobs * attention_mask[:, -logits_to_keep:], None, None
 
     def _is_policy(self, model: Any) -> bool:
@@ -299,6 +313,7 @@ class SpecRolloutMixin:
         return rewards_per_func
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._rollout = self._scored = self._rewards = None  # an interrupted step may have left its own
         output = super()._generate_and_score_completions(inputs)
         if self.spec_rollout is not None and self._rollout is not None:
             rollout, scored, rewards = self._rollout, self._scored, self._rewards
@@ -335,7 +350,7 @@ def _count_masked(rollout: Rollout, output: dict[str, Any]) -> None:
     """Count the rows that TRL's importance-sampling correction leaves out of the loss: all their ratios are 0."""
     ratio = output.get("importance_sampling_ratio")
     if ratio is not None:  # of shape (batch, tokens), or (batch, 1) in its sequence modes
-        mask = output["completion_mask"].bool()
+        mask = (output["completion_mask"] * output.get("tool_mask", 1)).bool()  # what a tool answered has ratio 1
         in_loss = mask.any(1)  # `mask_truncated_completions` has left out others before
         rollout.counts.corrected_rows += int(in_loss.sum())
         rollout.counts.masked_rows += int((((ratio == 0) | ~mask).all(1) & in_loss).sum())
