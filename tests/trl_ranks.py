@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 
 import torch
+import vllm_cpu
+import vllm_server
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from trl_runs import PROMPTS, CheckedGRPOTrainer, CheckedRLOOTrainer, RecordedReward, build, settings
@@ -37,9 +39,9 @@ def run(model: str, output: Path, rloo=False, resume=None, lora=None, prompts=PR
         from peft import LoraConfig
 
         more["peft_config"] = LoraConfig(**lora)
-    if changes.get("use_vllm"):
-        import vllm_cpu
-
+    if changes.get("vllm_mode") == "server":
+        vllm_server.update_by_files()
+    elif changes.get("use_vllm"):
         vllm_cpu.repair()
     trainer_class = CheckedRLOOTrainer if rloo else CheckedGRPOTrainer
     trainer = build(model, args, trainer=trainer_class, reward_funcs=reward, prompts=prompts, **more)
