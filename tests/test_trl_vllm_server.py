@@ -6,8 +6,10 @@ All is real but for one thing: weights reach the server by a file instead of NCC
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,7 +18,6 @@ pytest.importorskip("trl")
 pytest.importorskip("vllm")
 pytest.importorskip("uvicorn", reason="the server's requirements")
 
-import requests
 import torch
 import trl.generation.vllm_generation as generation
 import vllm_server
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from trl_runs import CheckedGRPOTrainer, CheckedRLOOTrainer, build, history, settings
 
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig
+from trl_integration.server import ServerEngine
 
 pytestmark = [pytest.mark.trl, pytest.mark.vllm, pytest.mark.slow]
 
@@ -167,32 +169,64 @@ def test_what_the_server_refuses_is_said(model, address, tmp_path):
         engine.generate([[9] * CONTEXT, [9]], [3, 3])
 
 
+class RankOfTwo:
+    """One of two ranks, each a thread; see [`specrl_plugins.ranks.Ranks`]."""
+
+    nodes = (0, 0)
+
+    def __init__(self, index, shared, barrier):
+        self.index, self._shared, self._barrier = index, shared, barrier
+
+    def gather(self, mine):
+        self._shared[self.index] = mine
+        self._barrier.wait(60)
+        gathered = list(self._shared)
+        self._barrier.wait(60)
+        return gathered
+
+
+def test_when_the_server_fails_every_rank_says_so(model, address, tmp_path):
+    main = make(model, address, tmp_path, trainer=SpecGRPOTrainer).vllm_generation._original
+    other = copy.copy(main)
+    del other.vllm_client  # TRL gives one to the main process alone
+    shared, barrier = [None, None], threading.Barrier(2)
+
+    def fail_then_go_on(generation, rank):
+        engine = ServerEngine(generation, [2], rank)
+        with pytest.raises(RuntimeError, match="maximum context length is 20 tokens"):
+            engine.generate([[9] * (CONTEXT if rank.index else 1)], [3])
+        # One rank has nothing to generate: it takes part.
+        return [len(made.tokens) for made in engine.generate([[9, 10]] * rank.index, [1] * rank.index)]
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(fail_then_go_on, generation, RankOfTwo(index, shared, barrier))
+            for index, generation in enumerate([main, other])
+        ]
+    assert [run.result() for run in runs] == [[], [1]]
+
+
 def test_a_prefix_cache_that_cannot_be_reset_is_an_error(model, address, tmp_path):
-    """Somebody else's requests, frozen in the middle, hold blocks of the cache."""
+    """Somebody else's requests hold blocks of the cache: seconds of them, that end one by one."""
     intercepted = make(model, address, tmp_path, trainer=SpecGRPOTrainer).vllm_generation
     client = vllm_server.FileUpdates(base_url=address)
-    many = dict(prompts=[[9, 10, 11]] * 1000, max_tokens=16, generation_kwargs={"ignore_eos": True})
-    others = threading.Thread(target=client.generate, kwargs=many)
+    others = threading.Thread(target=client.generate, kwargs=dict(prompts=[[9, 10, 11]] * 1000, max_tokens=16))
     others.start()
     while not vllm_server.metric(address, "vllm:num_requests_running"):
         time.sleep(0.01)
-    requests.post(f"{address}/pause", params={"mode": "keep"}, timeout=30).raise_for_status()
-    try:
-        with pytest.raises(RuntimeError, match="keys and values of old weights"):
-            intercepted.sync_weights()
-    finally:
-        requests.post(f"{address}/resume", timeout=30).raise_for_status()
-        others.join()
+    with pytest.raises(RuntimeError, match="keys and values of old weights"):
+        intercepted.sync_weights()
+    others.join()
     intercepted.sync_weights()
 
 
-@pytest.mark.parametrize("verifier", ["trainer", "engine"])
-def test_two_ranks_share_a_server(model, address, tmp_path, verifier):
+def test_two_ranks_share_a_server(model, address, tmp_path):
     """The second prompt of a step straddles the ranks, and each has other rows to continue."""
     run = ROWS | dict(use_vllm=True, vllm_mode="server", vllm_server_base_url=address, num_train_epochs=2)
     before = counted(address)[0]
-    ranks = train(model, tmp_path, {"server": run | dict(spec_verifier=verifier)})["server"]
-    check(ranks, epochs=2)
-    total = ranks[0]["total"]
-    scored = total["verified_rows"] if verifier == "engine" else 0
-    assert counted(address)[0] - before == total["generated_tokens"] + scored
+    runs = train(model, tmp_path, {name: run | dict(spec_verifier=name) for name in ("trainer", "engine")})
+    for ranks in runs.values():
+        check(ranks, epochs=2)
+    totals = {name: ranks[0]["total"] for name, ranks in runs.items()}
+    made = sum(total["generated_tokens"] for total in totals.values()) + totals["engine"]["verified_rows"]
+    assert counted(address)[0] - before == made

@@ -129,7 +129,13 @@ class ServerEngine:
             output = client.generate([context for context, _ in prompts], n=copies, max_tokens=budget, **self._sampling)
             places = [place for _, places in prompts for place in places]
             for place, ids, logprobs in zip(places, output["completion_ids"], output["logprobs"], strict=True):
-                continuations[place] = self._continuation(ids, logprobs)  # type: ignore[arg-type]
+                # TRL's client drops the server's reason: what is shorter than its budget ended by itself.
+                ended = len(ids) < budget or ids[-1] in self._eos_token_ids
+                continuations[place] = Continuation(
+                    np.array(ids, np.int32),
+                    np.array([position[0] for position in logprobs], np.float32),  # type: ignore[index]
+                    "stop" if ended else "length",
+                )
 
         # Those with the longest budgets first: they end last.
         requests = sorted(_alike(rows).items(), reverse=True)
@@ -138,12 +144,6 @@ class ServerEngine:
         for future in futures:
             future.result()
         return [continuations[place] for place in range(len(rows))]
-
-    def _continuation(self, ids: list[int], logprobs: list[list[float]]) -> Continuation:
-        # TRL's client drops the server's reason.
-        ended = ids[-1] in self._eos_token_ids
-        sampled = np.array([position[0] for position in logprobs], np.float32)  # None, for NaN, becomes NaN again
-        return Continuation(np.array(ids, np.int32), sampled, "stop" if ended else "length")
 
 
 def _alike(rows: list[tuple[list[int], int]]) -> dict[tuple[int, int], list[tuple[list[int], list[int]]]]:
