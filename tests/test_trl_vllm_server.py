@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from trl_runs import CheckedGRPOTrainer, CheckedRLOOTrainer, build, history, settings
 
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig
+from trl_integration.checks import UnsupportedSetting
 from trl_integration.server import ServerEngine
 
 pytestmark = [pytest.mark.trl, pytest.mark.vllm, pytest.mark.slow]
@@ -167,6 +168,18 @@ def test_what_the_server_refuses_is_said(model, address, tmp_path):
     engine = make(model, address, tmp_path, trainer=SpecGRPOTrainer).vllm_generation.engine
     with pytest.raises(RuntimeError, match="maximum context length is 20 tokens"):
         engine.generate([[9] * CONTEXT, [9]], [3, 3])
+
+
+def test_a_server_that_returns_logits_is_refused(model, address, tmp_path, monkeypatch):
+    class ServerOfLogits(vllm_server.FileUpdates):
+        def get_server_info(self):
+            info = super().get_server_info()
+            info["model_config"]["logprobs_mode"] = "processed_logits"
+            return info
+
+    monkeypatch.setattr(generation, "VLLMClient", ServerOfLogits)
+    with pytest.raises(UnsupportedSetting, match="processed_logits"):
+        make(model, address, tmp_path)
 
 
 class RankOfTwo:

@@ -17,6 +17,7 @@ from requests.adapters import HTTPAdapter
 from specrl_plugins import Continuation
 from specrl_plugins.intercept import Intercepted
 from specrl_plugins.ranks import Ranks, own_rows
+from trl_integration.checks import UnsupportedSetting
 
 if TYPE_CHECKING:
     from trl.generation.vllm_client import VLLMClient
@@ -43,6 +44,9 @@ class ServerEngine:
 
     Attributes:
         max_model_len (`int`): context length of the server, tokens.
+
+    Raises:
+        UnsupportedSetting: the server returns logits where it is asked for log-probs.
     """
 
     def __init__(self, generation: VLLMGeneration, eos_token_ids: Sequence[int], ranks: Ranks):
@@ -57,14 +61,21 @@ class ServerEngine:
             "min_p": generation.min_p or 0.0,
             "logprobs": 0,
         }
-        limits = None
+        found = None
         if self._client is not None:
             info = self._client.get_server_info()
             at_once = info["scheduler_config"]["max_num_seqs"] * info["parallel_config"]["data_parallel_size"]
-            limits = info["model_config"]["max_model_len"], 2 * at_once
-            self._keep_connections(self._client, 2 * at_once)
-        # Twice as many requests as the server runs at once: more would only wait, fewer would let it wait for us.
-        self.max_model_len, self._max_requests = self._ranks.gather(limits)[0]  # type: ignore[misc]
+            found = info["model_config"]["max_model_len"], info["model_config"]["logprobs_mode"], at_once
+        self.max_model_len, mode, at_once = self._ranks.gather(found)[0]  # type: ignore[misc]
+        if not mode.endswith("_logprobs"):
+            raise UnsupportedSetting(
+                f"`use_spec_rollout=True` does not work with a vLLM server that runs with `--logprobs-mode {mode}`: it "
+                "returns no log-probs. Restart it with `--logprobs-mode processed_logprobs`."
+            )
+        # Twice as many requests as the server runs sequences: more would only wait, fewer would let it wait for us.
+        self._max_requests = 2 * at_once
+        if self._client is not None:
+            self._keep_connections(self._client, self._max_requests)
 
     @staticmethod
     def _keep_connections(client: VLLMClient, connections: int) -> None:
