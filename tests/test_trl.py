@@ -398,13 +398,13 @@ def test_another_sampling_setting_refuses_the_old_cache(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (dict(use_vllm=True, vllm_mode="server"), "vllm_mode"),
         (dict(spec_verifier="engine"), "spec_verifier"),
         (dict(spec_verifier="engine", use_vllm=True, vllm_mode="colocate", temperature=0.5), "temperature"),
         (dict(spec_verifier="engine", use_vllm=True, vllm_mode="colocate", top_p=0.5), "top_p"),
         (dict(spec_verifier="engine", use_vllm=True, vllm_mode="colocate", top_k=5), "top_k"),
         (dict(spec_verifier="engine", use_vllm=True, vllm_mode="colocate", min_p=0.1), "min_p"),
         (dict(use_vllm=True, vllm_mode="colocate", temperature=0.005), "temperature"),
+        (dict(spec_verifier="engine", use_vllm=True, vllm_mode="server", temperature=0.5), "temperature"),
         (dict(temperature=0.0), "temperature"),
         (dict(temperature=float("nan")), "temperature"),
         (dict(temperature=float("inf")), "temperature"),

@@ -33,7 +33,7 @@ def run(model, output_dir, config=SpecGRPOConfig, trainer=CheckedGRPOTrainer, pa
     trainer = build(model, settings(output_dir, config, **(engine | changes)), trainer=trainer, **(parts or {}))
     calls = watch(trainer.vllm_generation.llm)
     trainer.train()
-    del trainer.vllm_generation.llm._llm
+    del trainer.vllm_generation.llm._original
     gc.collect()
     return trainer, calls
 
@@ -42,13 +42,13 @@ def watch(llm):
     """The calls that reach the real engine, in order: whatever is called on it, by whomever."""
     calls = []
     for name in ("generate", "wake_up", "sleep", "reset_prefix_cache"):
-        original = getattr(llm._llm, name)
+        original = getattr(llm._original, name)
 
         def watched(*args, name=name, original=original, **kwargs):
             calls.append(name)
             return original(*args, **kwargs)
 
-        setattr(llm._llm, name, watched)
+        setattr(llm._original, name, watched)
     return calls
 
 

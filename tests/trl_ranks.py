@@ -17,6 +17,8 @@ from pathlib import Path
 import sharding_cpu
 import torch
 import trl_tools
+import vllm_cpu
+import vllm_server
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
@@ -42,9 +44,9 @@ def run(
         from peft import LoraConfig
 
         more["peft_config"] = LoraConfig(**lora)
-    if changes.get("use_vllm"):
-        import vllm_cpu
-
+    if changes.get("vllm_mode") == "server":
+        vllm_server.update_by_files()
+    elif changes.get("use_vllm"):
         vllm_cpu.repair()
     trainer_class = CheckedRLOOTrainer if rloo else CheckedGRPOTrainer
     trainer = build(tools_model or model, args, trainer=trainer_class, **more)

@@ -50,8 +50,6 @@ def _refuse(reasons: Iterator[str]) -> None:
 
 
 def _unsupported_settings(args: Any) -> Iterator[str]:
-    if args.use_vllm and args.vllm_mode != "colocate":
-        yield f"`vllm_mode={args.vllm_mode!r}`: only a colocated engine can verify and continue (`'colocate'`)."
     if args.max_completion_length is None:
         yield "`max_completion_length=None`: a response that was cut is continued up to this cap. Set one."
     if args.spec_verifier == "engine" and not args.use_vllm:

@@ -42,7 +42,7 @@ from trl_integration.ranks import EngineRanks, TrainingRanks
 from trl_integration.sampling import recorded_generate
 
 if TYPE_CHECKING:
-    from specrl_plugins.vllm import InterceptedLLM
+    from specrl_plugins.intercept import Intercepted
 
 
 class _TrainerEngine:
@@ -54,9 +54,7 @@ class _TrainerEngine:
 
     @property
     def max_context(self) -> int | None:
-        if not self.trainer.use_vllm:
-            return None
-        return self.trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
+        return self.trainer.spec_max_model_len
 
     def score(self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]) -> list[NDArray]:
         return self.trainer.spec_score(prompts, continuations)
@@ -72,6 +70,8 @@ class SpecRolloutMixin:
 
     # Whether TRL's `_generate_single_turn` returns the sampling log-probs beside the ids.
     _single_turn_returns_logprobs: bool
+    # What stands where TRL calls vLLM.
+    _intercepted: Intercepted
 
     def __init__(self, *args: Any, **kwargs: Any):
         config = kwargs.get("args") or next((arg for arg in args if isinstance(arg, SpecRolloutArguments)), None)
@@ -97,16 +97,28 @@ class SpecRolloutMixin:
             guard=VerificationGuard(may_pause=config.spec_guard),
             ranks=ranks,
         )
+        self.spec_max_model_len: int | None = None
         if self.use_vllm:
-            from specrl_plugins.vllm import InterceptedLLM
-
-            shared = self.vllm_generation.tensor_parallel_size > 1
-            self.vllm_generation.llm = InterceptedLLM(
-                self.vllm_generation.llm, EngineRanks(self.vllm_generation.tp_group) if shared else None
-            )
+            self._intercept_vllm(ranks)
         model = self.accelerator.unwrap_model(self.model)
         self._adapters = _adapters(model) if is_peft_model(model) else None
         self.add_callback(SpecRolloutCallback(self))
+
+    def _intercept_vllm(self, ranks: TrainingRanks) -> None:
+        """Put a stand-in where TRL calls vLLM: the engine of this process, or what reaches the server for all ranks."""
+        generation = self.vllm_generation
+        if self.vllm_mode == "server":
+            from trl_integration.server import InterceptedGeneration, ServerEngine
+
+            engine = ServerEngine(generation, self.eos_token_ids, ranks)
+            self.vllm_generation = self._intercepted = InterceptedGeneration(generation, engine)
+            self.spec_max_model_len = engine.max_model_len
+        else:
+            from specrl_plugins.vllm import InterceptedLLM
+
+            shared = EngineRanks(generation.tp_group) if generation.tensor_parallel_size > 1 else None
+            self.spec_max_model_len = generation.llm.llm_engine.model_config.max_model_len
+            generation.llm = self._intercepted = InterceptedLLM(generation.llm, shared)
 
     def _fingerprint(self) -> Fingerprint:
         vocabulary = self._tokenizer.get_vocab()
@@ -184,18 +196,18 @@ class SpecRolloutMixin:
 
             return core.run(_TrainerEngine(self, generate), prompts, cap, step)
 
-        llm: InterceptedLLM = self.vllm_generation.llm
+        vllm = self._intercepted
         if self.args.spec_verifier == "engine":  # verify and continue while the engine is awake
-            return llm.run_instead(lambda engine: core.run(engine, prompts, cap, step), lambda: single_turn(prompts))
+            return vllm.run_instead(lambda engine: core.run(engine, prompts, cap, step), lambda: single_turn(prompts))
 
         def generate_in_engine(contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
-            return llm.run_instead(
+            return vllm.run_instead(
                 lambda engine: engine.generate(contexts, budgets), lambda: single_turn(list(contexts))
             )
 
-        llm.framework_s = 0.0
+        vllm.framework_s = 0.0
         rollout = core.run(_TrainerEngine(self, generate_in_engine), prompts, cap, step)
-        rollout.counts.generate_s -= llm.framework_s  # pushing weights, waking up: a plain rollout has it too
+        rollout.counts.generate_s -= vllm.framework_s  # pushing weights, waking up: a plain rollout has it too
         return rollout
 
     def spec_score(
