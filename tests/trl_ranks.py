@@ -8,6 +8,7 @@ One run after the other, by name. Every rank recomputes its rollouts ([`trl_runs
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -79,6 +80,8 @@ def main(model: str, output: str, runs: str) -> None:
         sharding_cpu.allow(os.environ["SHARDS"])
     for name, changes in json.loads(runs).items():
         run(model, Path(output) / name, **changes)
+        # DeepSpeed's engine clears what is global in DeepSpeed when it is collected: not in the middle of the next run.
+        gc.collect()
 
 
 if __name__ == "__main__":
