@@ -102,16 +102,19 @@ class Prepared:
             moved = rng.normal(0, 0.05, len(draft.tokens)) - 3 * (rng.random(len(draft.tokens)) < 1 / 700)
             self.scores.append(np.minimum(draft.logprobs + moved, 0).astype(np.float32))
         self.continuations = [Continuation(*language.words(LONGEST), "stop") for _ in drafts]
-        self.lengths = [language.length() // 2 for _ in drafts]
+        # Responses that are not taken over whole end a little earlier or later than their drafts.
+        ends = rng.uniform(0.8, 1.2, len(drafts)) * [len(draft.tokens) for draft in drafts]
+        self.ends = np.clip(ends.astype(int), SHORTEST, LONGEST) + PROMPT_TOKENS
 
     def score(self, prompts, continuations):
         return self.scores
 
     def generate(self, contexts, budgets):
-        return [
-            Continuation(made.tokens[:n], made.logprobs[:n], "stop")
-            for made, n in zip(self.continuations, map(min, budgets, self.lengths), strict=False)
-        ]
+        made = []
+        for context, budget, end, ready in zip(contexts, budgets, self.ends, self.continuations, strict=False):
+            count = min(budget, max(end - len(context), 1))
+            made.append(Continuation(ready.tokens[:count], ready.logprobs[:count], "stop"))
+        return made
 
 
 class Clock:
