@@ -57,14 +57,12 @@ _SCHEMA = {
     ),
     "payloads": (
         "CREATE TABLE payloads (id INTEGER PRIMARY KEY, format INTEGER NOT NULL, finish INTEGER NOT NULL, "
-        "cap INTEGER NOT NULL, reward REAL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, ages BLOB NOT NULL, "
-        "checksum BLOB NOT NULL)"
+        "cap INTEGER NOT NULL, reward REAL, arrays BLOB NOT NULL, checksum BLOB NOT NULL)"
     ),
-    "entries_step": "CREATE INDEX entries_step ON entries (step)",
     "entries_used": "CREATE INDEX entries_used ON entries (replaced IS NULL, used)",
 }
 _ROW = (
-    "SELECT format, prompt, slot, step, finish, cap, reward, length, tokens, logprobs, ages, checksum, entries.id "
+    "SELECT format, prompt, slot, step, finish, cap, reward, length, arrays, checksum, entries.id "
     "FROM entries LEFT JOIN payloads ON payloads.id = entries.id"
 )
 
@@ -324,18 +322,8 @@ class TrajectoryCache:
             (id, row.prompt, row.slot, row.step, time.time_ns(), row.length),
         ).lastrowid
         db.execute(
-            "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                id,
-                row.format,
-                row.finish,
-                row.cap,
-                row.reward,
-                row.tokens,
-                row.logprobs,
-                row.ages,
-                row.checksum,
-            ),
+            "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (id, row.format, row.finish, row.cap, row.reward, row.arrays, row.checksum),
         )
 
     def _decode(self, columns: tuple) -> Trajectory | None:
@@ -472,6 +460,7 @@ class TrajectoryCache:
             # The file may come from anywhere: nothing in its schema may call functions, and pages are checked.
             db.execute("PRAGMA trusted_schema = OFF")
             db.execute("PRAGMA cell_size_check = ON")
+            db.execute("PRAGMA page_size = 1024")
             db.execute("PRAGMA journal_mode = WAL")
             # A commit survives the death of the process; a power cut may lose the last ones, never the file.
             db.execute("PRAGMA synchronous = NORMAL")
