@@ -55,7 +55,9 @@ class Language:
         ids = np.random.default_rng(SEED).permutation(vocab_size).astype(np.int32)
         self.tokens = ids[np.minimum(ranks, vocab_size - 1)]
         kind = self.rng.choice(3, tokens, p=[0.5, 0.3, 0.2])
-        log_of_minus = np.array([-7.0, -2.5, 0.0])[kind] + np.array([2.0, 1.2, 0.8])[kind] * self.rng.normal(size=tokens)
+        log_of_minus = np.array([-7.0, -2.5, 0.0])[kind] + np.array([2.0, 1.2, 0.8])[kind] * self.rng.normal(
+            size=tokens
+        )
         self.logprobs = -np.minimum(np.exp(log_of_minus), 15).astype(np.float32)
 
     def words(self, length: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

@@ -25,9 +25,9 @@ from specrl_plugins.trajectory import FINISH_REASONS, FinishReason, Trajectory
 FORMAT = 2
 # Bounds what a row may claim, so that a hostile length cannot exhaust memory.
 MAX_TOKENS = 1 << 20
-# Nats from one log-prob that is told apart to the next, and the number of the lowest: float32's last below 2^32.
+# Nats from one log-prob that can be stored to the next one below, and the lowest: float32's last below 2^32 steps.
 _STEP = np.float32(-(2.0**-16))
-_LOWEST = np.float32(2**32 - 2**8)
+_LOWEST = _STEP * np.float32(2**32 - 2**8)
 
 
 class CorruptRow(ValueError):
@@ -119,12 +119,12 @@ _contexts = _Contexts()
 def _pack(trajectory: Trajectory) -> bytes:
     """Token ids, log-probs in steps below zero, and ages, as one compressed table of shape `(3, tokens)`.
 
-    Its byte planes (all lowest bytes, then all second ones, ...) compress better than whole numbers, and one frame takes
-    less room and time than three. Planes that are zero from one on are left out.
+    Its byte planes (all lowest bytes, then all second ones, ...) compress better than whole numbers, and one frame
+    takes less room and time than three. Planes that are zero from one on are left out.
     """
     table = np.empty((3, len(trajectory.tokens)), "<u4")
     table[0] = trajectory.tokens
-    table[1] = np.ceil(trajectory.logprobs / _STEP).clip(0, _LOWEST)
+    table[1] = np.ceil(trajectory.logprobs.clip(_LOWEST, 0) / _STEP)
     table[2] = trajectory.ages
     used = max(1, (int(table.max()).bit_length() + 7) // 8)
     planes = table.view(np.uint8).reshape(-1, 4).T[:used]
