@@ -150,7 +150,7 @@ def fill(directory: Path, held: int, vocab_size: int) -> None:
             cache.put_many([language.trajectory(*next(rows), step=1) for _ in range(count)])
 
 
-def work(directory, rank, processes, held, vocab_size, tokens, repeats, together, answers) -> None:
+def work(directory, rank, processes, held, vocab_size, tokens, repeats, first_step, together, answers) -> None:
     """One rank: rolls out batches of its own prompts, and reports seconds a million tokens of each."""
     language = Language(vocab_size, SEED + 1 + rank)
     prompts = np.arange(rank, held // SAMPLES, processes)
@@ -172,7 +172,7 @@ def work(directory, rank, processes, held, vocab_size, tokens, repeats, together
                 setattr(rollout, method, clock.timed(stage, getattr(type(rollout), method).__get__(rollout)))
             together.wait()
 
-            def step(batch=batch, engine=engine, rewards=rewards, number=repeat + 2):
+            def step(batch=batch, engine=engine, rewards=rewards, number=first_step + repeat):
                 done = rollout.run(engine, batch, LONGEST, number)
                 rollout.store(done, rewards=rewards)
                 return done.counts
@@ -186,24 +186,37 @@ def work(directory, rank, processes, held, vocab_size, tokens, repeats, together
     answers.put((results, reused, rows))
 
 
+def report(*args) -> None:
+    """[`work`]; one that fails ends the wait of the others."""
+    *_, together, answers = args
+    try:
+        work(*args)
+    except BaseException:
+        together.abort()
+        answers.put(None)
+        raise
+
+
 def measure(
-    directory: Path, held: int, processes: int, vocab_size: int, tokens: int, repeats: int
+    directory: Path, held: int, processes: int, vocab_size: int, tokens: int, repeats: int, first_step: int
 ) -> dict[str, object]:
     """Medians, least and most of each stage, with `processes` at once on one cache."""
     context = multiprocessing.get_context("spawn")
     together, answers = context.Barrier(processes), context.Queue()
     ranks = [
         context.Process(
-            target=work,
-            args=(directory, rank, processes, held, vocab_size, tokens, repeats, together, answers),
+            target=report,
+            args=(directory, rank, processes, held, vocab_size, tokens, repeats, first_step, together, answers),
         )
         for rank in range(processes)
     ]
     for rank in ranks:
         rank.start()
-    reports = [answers.get(timeout=3600) for _ in ranks]
+    reports = [answers.get() for _ in ranks]
     for rank in ranks:
         rank.join()
+    if None in reports:
+        raise SystemExit("a process failed; what it said is above")
     results = [result for report, _, _ in reports for result in report]
     stages = {}
     for stage in (*STAGES, "all"):
@@ -283,8 +296,16 @@ def main() -> None:
             cache: dict[str, object] = {"held": held, "filled_in_s": round(time.perf_counter() - start, 1)}
             cache["bytes_a_token_when_new"] = size(Path(directory))
             cache["runs"] = [
-                measure(Path(directory), held, processes, args.vocab_size, args.tokens, args.repeats)
-                for processes in args.processes
+                measure(
+                    Path(directory),
+                    held,
+                    processes,
+                    args.vocab_size,
+                    args.tokens,
+                    args.repeats,
+                    first_step=2 + number * (args.repeats + 1),
+                )
+                for number, processes in enumerate(args.processes)
             ]
             cache["bytes_a_token_after_rollouts"] = size(Path(directory))
             caches.append(cache)
