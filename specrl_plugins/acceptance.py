@@ -75,25 +75,18 @@ def verified_prefix_lengths(
     Returns:
         `NDArray[np.int64]` of shape `(batch,)`.
     """
-    lengths = np.array([len(row) for row in draws], dtype=np.int64)
-    prefixes = lengths.copy()
-    filled = np.flatnonzero(lengths)
-    if len(filled) == 0:
-        return prefixes
-    old, new, draw = (np.concatenate(rows).astype(np.float64) for rows in (old_logprobs, new_logprobs, draws))
-    starts = (np.cumsum(lengths) - lengths)[filled]
-    position = np.arange(len(draw)) - np.repeat(starts, lengths[filled])
+    prefixes = np.empty(len(draws), np.int64)
     with np.errstate(invalid="ignore"):  # infinite lenience of an impossible token: not a number, so not accepted
-        accepted = np.log(draw) <= log_lenience + new - old
-    # An accepted token stands for "no rejection here": the length of its row, which no position reaches.
-    first_rejected = np.where(accepted, np.repeat(lengths[filled], lengths[filled]), position)
-    prefixes[filled] = np.minimum.reduceat(first_rejected, starts)
+        # Row by row: what one needs fits the processor's cache, which a whole batch does not.
+        for row, (old, new, draw) in enumerate(zip(old_logprobs, new_logprobs, draws, strict=True)):
+            rejected = ~(np.log(draw) <= log_lenience + new.astype(np.float64) - old)
+            prefixes[row] = rejected.argmax() if rejected.any() else len(draw)
     return prefixes
 
 
 def possible_length(logprobs: NDArray) -> int:
     """Tokens before the first one without probability, of log-probs of shape `(tokens,)`."""
-    impossible = np.flatnonzero(np.isneginf(logprobs))
+    impossible = np.flatnonzero(logprobs == -np.inf)
     return int(impossible[0]) if len(impossible) else len(logprobs)
 
 

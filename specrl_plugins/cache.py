@@ -30,9 +30,13 @@ T = TypeVar("T")
 FILE_NAME = "trajectories.sqlite"
 LOCK_NAME = "opening.lock"
 CLAIM_NAME = "run.lock"
+# A row of a few hundred tokens takes several pages, the last of them in part: small pages leave less room empty.
+PAGE_BYTES = 1024
 _BUSY_SECONDS = 60
 _MIB = 1 << 20
 _LOG_BYTES = 64 * _MIB
+# Size above which the log is copied into the file.
+_COPIED_BYTES = 4 * _MIB
 # Share of the rows that one pass of eviction forgets.
 _EVICTED_SHARE = 0.05
 
@@ -57,14 +61,12 @@ _SCHEMA = {
     ),
     "payloads": (
         "CREATE TABLE payloads (id INTEGER PRIMARY KEY, format INTEGER NOT NULL, finish INTEGER NOT NULL, "
-        "cap INTEGER NOT NULL, reward REAL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, ages BLOB NOT NULL, "
-        "checksum BLOB NOT NULL)"
+        "cap INTEGER NOT NULL, reward REAL, arrays BLOB NOT NULL, checksum BLOB NOT NULL)"
     ),
-    "entries_step": "CREATE INDEX entries_step ON entries (step)",
     "entries_used": "CREATE INDEX entries_used ON entries (replaced IS NULL, used)",
 }
 _ROW = (
-    "SELECT format, prompt, slot, step, finish, cap, reward, length, tokens, logprobs, ages, checksum, entries.id "
+    "SELECT format, prompt, slot, step, finish, cap, reward, length, arrays, checksum, entries.id "
     "FROM entries LEFT JOIN payloads ON payloads.id = entries.id"
 )
 
@@ -324,18 +326,8 @@ class TrajectoryCache:
             (id, row.prompt, row.slot, row.step, time.time_ns(), row.length),
         ).lastrowid
         db.execute(
-            "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                id,
-                row.format,
-                row.finish,
-                row.cap,
-                row.reward,
-                row.tokens,
-                row.logprobs,
-                row.ages,
-                row.checksum,
-            ),
+            "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (id, row.format, row.finish, row.cap, row.reward, row.arrays, row.checksum),
         )
 
     def _decode(self, columns: tuple) -> Trajectory | None:
@@ -472,11 +464,13 @@ class TrajectoryCache:
             # The file may come from anywhere: nothing in its schema may call functions, and pages are checked.
             db.execute("PRAGMA trusted_schema = OFF")
             db.execute("PRAGMA cell_size_check = ON")
+            db.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # of a new file
             db.execute("PRAGMA journal_mode = WAL")
             # A commit survives the death of the process; a power cut may lose the last ones, never the file.
             db.execute("PRAGMA synchronous = NORMAL")
             # The log keeps the size of its largest transaction otherwise.
             db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
+            db.execute(f"PRAGMA wal_autocheckpoint = {_COPIED_BYTES // PAGE_BYTES}")
             with self._transaction(db):
                 # Pairs, since a trigger may have the name of a table.
                 present = db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
@@ -485,7 +479,7 @@ class TrajectoryCache:
                         db.execute(statement)
                     db.execute("INSERT INTO meta VALUES ('fingerprint', ?)", (self.fingerprint.to_json(),))
                 elif sorted(present) != sorted(_SCHEMA.items()):
-                    raise sqlite3.DatabaseError("its tables are not those of a trajectory cache")
+                    raise sqlite3.DatabaseError("its tables are not those of a trajectory cache of this version")
                 self._check_fingerprint(db)
         except UnicodeDecodeError as error:  # SQLite complains of the damage and quotes it
             db.close()

@@ -180,7 +180,7 @@ class SpeculativeRollout(RolloutLedger):
         if len(set(nodes)) == 1:
             return []
         rows = [encode(trajectory) for trajectory in trajectories]
-        counts.exchanged_bytes += sum(len(row.tokens) + len(row.logprobs) + len(row.ages) for row in rows)
+        counts.exchanged_bytes += sum(len(row.arrays) for row in rows)
         gathered = self.ranks.gather(rows)
         if not leads_node(self.ranks):
             return []

@@ -72,7 +72,7 @@ class Trajectory:
             )
         if self.tokens.min() < 0:
             raise ValueError("a token id is negative")
-        if not np.isfinite(self.logprobs).all() or self.logprobs.max() > MAX_LOGPROB:
+        if not -np.inf < self.logprobs.min() <= self.logprobs.max() <= MAX_LOGPROB:  # nor is a NaN
             raise ValueError("a log-prob is not finite or is above zero")
         if self.reward is not None and math.isnan(self.reward):  # SQLite would make it NULL
             raise ValueError("the reward is not a number; one that is not known is None")

@@ -43,7 +43,8 @@ def make_trajectory(prompt=(1, 2, 3), slot=0, length=8, step=1, seed=0, **change
         prompt=prompt_key(prompt),
         slot=slot,
         tokens=rng.integers(0, 1000, length).astype(np.int32),
-        logprobs=-rng.exponential(1.0, length).astype(np.float32),
+        # In the steps in which they are stored, so that what comes back is the same.
+        logprobs=(-np.round(rng.exponential(1.0, length) * 2**16) / 2**16).astype(np.float32),
         ages=np.sort(rng.integers(0, 4, length))[::-1].astype(np.uint16),
         finish_reason="stop",
         cap=max(length, 16),

@@ -13,6 +13,8 @@ import sys
 import time
 import tracemalloc
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,7 @@ from hypothesis.extra.numpy import arrays
 
 from specrl_plugins import CacheError, Fingerprint, FingerprintMismatch, Trajectory, TrajectoryCache, prompt_key
 from specrl_plugins.cache import FILE_NAME, CacheWriteError
-from specrl_plugins.codec import MAX_TOKENS, CorruptRow, _checksum, decode, encode
+from specrl_plugins.codec import FORMAT, MAX_TOKENS, CorruptRow, _checksum, decode, encode
 from specrl_plugins.trajectory import FINISH_REASONS
 
 
@@ -55,10 +57,16 @@ def trajectories(draw):
     )
 
 
+def as_stored(trajectory):
+    """Log-probs are kept in steps of 2^-16 nats, rounded down."""
+    steps = np.ceil(trajectory.logprobs.astype(np.float64) * -(2**16)).clip(0, 2**32 - 2**8)
+    return replace(trajectory, logprobs=(steps * -(2.0**-16)).astype(np.float32))
+
+
 @given(trajectories())
 def test_encoding_is_undone_by_decoding(trajectory):
     back = decode(encode(trajectory))
-    assert same(back, trajectory)
+    assert same(back, as_stored(trajectory)) and same(decode(encode(back)), back)
     assert (back.tokens.dtype, back.logprobs.dtype, back.ages.dtype) == (np.int32, np.float32, np.uint16)
 
 
@@ -69,7 +77,29 @@ def test_what_is_put_comes_back(tmp_path_factory, batch):
         cache.put_many(batch)
         found = cache.get_many([(t.prompt, t.slot) for t in batch])
         assert len(cache) == len(batch) and cache.corrupt == 0
-    assert all(same(a, b) for a, b in zip(found, batch, strict=True))
+    assert all(same(a, as_stored(b)) for a, b in zip(found, batch, strict=True))
+
+
+@given(arrays(np.float32, st.integers(1, 40), elements=st.floats(-(2.0**15), 2.0**-10, width=32)))
+def test_stored_logprobs_are_lower_by_less_than_a_step_and_never_above_zero(logprobs):
+    back = decode(encode(make_trajectory(length=len(logprobs), logprobs=logprobs))).logprobs
+    lowered = np.minimum(logprobs, 0).astype(np.float64) - back
+    assert (back <= 0).all() and (lowered >= 0).all() and (lowered <= 2.0**-16).all()
+
+
+@pytest.mark.parametrize(
+    ("logprob", "stored"),
+    [(0.0, 0.0), (1e-3, 0.0), (-1e-30, -(2.0**-16)), (-65535.0, -65535.0), (-65536.0, -65535.996), (-3e38, -65535.996)],
+)
+def test_logprobs_at_the_ends_of_what_can_be_stored(logprob, stored):
+    back = decode(encode(make_trajectory(length=1, logprobs=np.full(1, logprob, np.float32))))
+    assert back.logprobs[0] == np.float32(stored)
+
+
+@pytest.mark.parametrize("token", [0, 255, 256, 65535, 65536, 2**24 - 1, 2**24, 2**31 - 1])
+def test_tokens_of_any_width_come_back(token):
+    trajectory = make_trajectory(length=3, tokens=np.array([0, token, 0], np.int32))
+    assert same(decode(encode(trajectory)), trajectory)
 
 
 def test_misses_are_none_in_their_place(cache):
@@ -158,11 +188,11 @@ def test_rewind_to_the_last_checkpoint_gives_back_what_it_knew(cache):
 
 
 def test_what_only_a_checkpoint_knows_makes_room_first(tmp_path):
-    with TrajectoryCache(tmp_path, SETTINGS, max_mib=0.6) as cache:
+    with TrajectoryCache(tmp_path, SETTINGS, max_mib=0.3) as cache:
         cache.put_many(rows_of(100, length=500))
         cache.checkpoint(1)
         cache.put_many(rows_of(100, step=2, length=500))
-        assert {t.step for t in cache} == {2} and len(cache) == 100 and cache.mib <= 0.6
+        assert {t.step for t in cache} == {2} and len(cache) == 100 and cache.mib <= 0.3
         assert cache.rewind(1) == 100 and len(cache) < 100
 
 
@@ -445,7 +475,14 @@ FOREIGN = {
         "UPDATE sqlite_master SET rowid = rowid + 100 WHERE tbl_name = 'entries'",
     ),
     "one table more": lambda path: our_schema_but(path, "CREATE TABLE more (a)"),
-    "one index less": lambda path: our_schema_but(path, "DROP INDEX entries_step"),
+    "one index less": lambda path: our_schema_but(path, "DROP INDEX entries_used"),
+    "first format": lambda path: our_schema_but(
+        path,
+        "CREATE INDEX entries_step ON entries (step)",
+        "ALTER TABLE payloads RENAME COLUMN arrays TO tokens",
+        "ALTER TABLE payloads ADD COLUMN logprobs BLOB",
+        "ALTER TABLE payloads ADD COLUMN ages BLOB",
+    ),
     "no fingerprint": lambda path: our_schema_but(path, "DELETE FROM meta"),
     "fingerprint of another type": lambda path: our_schema_but(path, "UPDATE meta SET value = '[1, 2]'"),
     "fingerprint that is no JSON": lambda path: our_schema_but(path, "UPDATE meta SET value = x'ff00fe'"),
@@ -526,11 +563,25 @@ def test_missing_payload_is_a_miss(cache):
 def test_other_format_version_is_a_miss(cache):
     cache.put_many(rows_of(2))
     db = raw(cache)
-    db.execute("UPDATE payloads SET format = 2 WHERE id = 1")
+    db.execute("UPDATE payloads SET format = ? WHERE id = 1", (FORMAT - 1,))
     db.close()
     assert get(cache, (0,)) is None and get(cache, (1,)) is not None
-    with pytest.raises(CorruptRow, match="format 2, expected 1"):
-        decode(encode(make_trajectory())._replace(format=2))
+    for other in (FORMAT - 1, FORMAT + 1):
+        with pytest.raises(CorruptRow, match=f"format {other}, expected {FORMAT}"):
+            decode(encode(make_trajectory())._replace(format=other))
+    cache.put_many(rows_of(2, step=2))
+    assert get(cache, (0,)).step == 2
+
+
+def test_threads_encode_and_decode_at_once():
+    """Compression contexts are kept, and no two threads may use one."""
+
+    def work(seed):
+        made = [make_trajectory(seed=seed, slot=slot, length=2000) for slot in range(100)]
+        return all(same(decode(encode(trajectory)), trajectory) for trajectory in made)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))
 
 
 VALUES = ["text", "", b"", b"bytes", 1.5, -1, 0, 2**62, -(2**63), 1e300, "9" * 500]
@@ -553,7 +604,7 @@ def test_wrong_value_in_an_entry_is_a_miss_or_harmless(cache, column):
         cache.prune(0)
 
 
-@pytest.mark.parametrize("column", ["format", "finish", "cap", "reward", "tokens", "logprobs", "ages", "checksum"])
+@pytest.mark.parametrize("column", ["format", "finish", "cap", "reward", "arrays", "checksum"])
 def test_wrong_value_in_a_payload_is_a_miss(cache, column):
     for value in VALUES:
         cache.put_many(rows_of(2))
@@ -567,9 +618,7 @@ def test_wrong_value_in_a_payload_is_a_miss(cache, column):
         cache.rewind(0)
 
 
-@pytest.mark.parametrize(
-    "name", ["prompt", "slot", "step", "finish", "cap", "reward", "length", "tokens", "logprobs", "ages"]
-)
+@pytest.mark.parametrize("name", ["prompt", "slot", "step", "finish", "cap", "reward", "length", "arrays"])
 def test_checksum_covers_every_column(name):
     row = encode(make_trajectory(length=8))
     other = encode(make_trajectory((5,), slot=1, step=2, length=9, seed=1, reward=0.25, finish_reason="length", cap=99))
@@ -577,14 +626,11 @@ def test_checksum_covers_every_column(name):
         decode(row._replace(**{name: getattr(other, name)}))
 
 
-@pytest.mark.parametrize("name", ["tokens", "logprobs", "ages"])
-def test_checksum_tells_arrays_apart_where_one_ends(name):
-    """Bytes moved from one array to the next keep their concatenation, not the checksum."""
+def test_checksum_tells_where_the_prompt_ends():
+    """Bytes moved from one blob to the next keep their concatenation, not the checksum."""
     row = encode(make_trajectory())
-    following = {"tokens": "logprobs", "logprobs": "ages", "ages": "prompt"}[name]
-    a, b = getattr(row, name), getattr(row, following)
     with pytest.raises(CorruptRow, match="checksum"):
-        decode(row._replace(**{name: a[:-1], following: a[-1:] + b}))
+        decode(row._replace(prompt=row.prompt[:-1], arrays=row.prompt[-1:] + row.arrays))
 
 
 def hostile(**changes):
@@ -600,20 +646,21 @@ def claims(size: int, body: bytes = b"") -> bytes:
 
 BOMB = zstandard.compress(bytes(64 << 20))
 HOSTILE = {
-    "bomb": dict(tokens=BOMB),
-    "claim of a terabyte": dict(tokens=claims(1 << 40)),
-    "claim of a terabyte that fits the length": dict(length=1 << 38, tokens=claims(1 << 40), cap=1 << 40),
-    "length above the bound": dict(length=MAX_TOKENS + 1, tokens=claims(4 * (MAX_TOKENS + 1)), cap=1 << 40),
+    "bomb": dict(arrays=BOMB),
+    "claim of a terabyte": dict(arrays=claims(1 << 40)),
+    "claim of a terabyte that fits the length": dict(length=1 << 38, arrays=claims(12 << 38), cap=1 << 40),
+    "length above the bound": dict(length=MAX_TOKENS + 1, arrays=claims(12 * (MAX_TOKENS + 1)), cap=1 << 40),
     "negative length": dict(length=-8),
-    "no length": dict(length=0, tokens=claims(0), logprobs=claims(0), ages=claims(0)),
-    "unknown size": dict(tokens=zstandard.ZstdCompressor(write_content_size=False).compress(bytes(32))),
-    "right claim without content": dict(tokens=claims(32)),
-    "right claim, more content": dict(tokens=claims(32) + BOMB[14:]),
-    "empty": dict(tokens=b""),
-    "not a frame": dict(logprobs=b"\0" * 40),
-    "negative token": dict(tokens=zstandard.compress(b"\xff" * 32)),
-    "NaN log-prob": dict(logprobs=zstandard.compress(b"\xff" * 32)),
-    "positive log-prob": dict(logprobs=zstandard.compress(b"\x3f" * 32)),
+    "no length": dict(length=0, arrays=claims(0)),
+    "unknown size": dict(arrays=zstandard.ZstdCompressor(write_content_size=False).compress(bytes(96))),
+    "right claim without content": dict(arrays=claims(96)),
+    "right claim, more content": dict(arrays=claims(96) + BOMB[14:]),
+    "one byte a number too many": dict(arrays=zstandard.compress(bytes(120))),
+    "part of a plane": dict(arrays=zstandard.compress(bytes(47))),
+    "no planes": dict(arrays=zstandard.compress(b"")),
+    "empty": dict(arrays=b""),
+    "not a frame": dict(arrays=b"\0" * 40),
+    "negative token": dict(arrays=zstandard.compress(b"\xff" * 96)),
     "unknown finish": dict(finish=3),
     "negative finish": dict(finish=-1),
     "cap below the length": dict(cap=7),
@@ -635,8 +682,8 @@ def test_hostile_row_is_refused_without_allocating(cache, kind):
     db = raw(cache)
     db.execute("UPDATE entries SET step = ?, length = ?", (row.step, row.length))
     db.execute("DELETE FROM payloads")
-    values = (1, 1, row.finish, row.cap, row.reward, row.tokens, row.logprobs, row.ages, row.checksum)
-    db.execute("INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+    values = (1, FORMAT, row.finish, row.cap, row.reward, row.arrays, row.checksum)
+    db.execute("INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?)", values)
     db.close()
     assert get(cache) is None and cache.corrupt == 1
 

@@ -29,7 +29,7 @@ from conftest import make_trajectory, same
 from disk import full_disk
 
 from specrl_plugins import CacheError, FingerprintMismatch, Trajectory, TrajectoryCache
-from specrl_plugins.cache import FILE_NAME, CacheWriteError
+from specrl_plugins.cache import FILE_NAME, PAGE_BYTES, CacheWriteError
 
 SECONDS = float(os.environ.get("SPECRL_FIRE_SECONDS", 15))
 KILLS = 200
@@ -327,7 +327,7 @@ def flip(content: bytes, rng: random.Random, start=0, end=None) -> bytes:
     return bytes(flipped)
 
 
-def pages(content: bytes, size=4096) -> list[bytes]:
+def pages(content: bytes, size=PAGE_BYTES) -> list[bytes]:
     return [content[i : i + size] for i in range(0, len(content), size)]
 
 
@@ -344,13 +344,13 @@ def put_in(blocks: list[bytes], rng: random.Random, block: bytes) -> list[bytes]
 
 def frames(log: bytes) -> list[bytes]:
     """The header of a log, then one block a frame."""
-    return [log[:32], *(log[i : i + 24 + 4096] for i in range(32, len(log), 24 + 4096))]
+    return [log[:32], *(log[i : i + 24 + PAGE_BYTES] for i in range(32, len(log), 24 + PAGE_BYTES))]
 
 
 def cut(content: bytes, rng: random.Random) -> bytes:
     """Shortened to any length, a quarter of the time to whole pages."""
     length = rng.randrange(len(content))
-    return content[: length - length % 4096 if rng.random() < 0.25 else length]
+    return content[: length - length % PAGE_BYTES if rng.random() < 0.25 else length]
 
 
 Mutation = Callable[[Original, random.Random], Files]
@@ -358,7 +358,7 @@ Mutation = Callable[[Original, random.Random], Files]
 # Each gives the files of a directory, from an original and a generator of its own seed.
 MUTATIONS: dict[str, Mutation] = {
     "bits anywhere": lambda o, rng: {"": flip(o.closed[""], rng)},
-    "bits of the first page": lambda o, rng: {"": flip(o.closed[""], rng, 0, 4096)},
+    "bits of the first page": lambda o, rng: {"": flip(o.closed[""], rng, 0, PAGE_BYTES)},
     "bits of the header": lambda o, rng: {"": flip(o.closed[""], rng, 0, 100)},
     "bits of the settings": lambda o, rng: {
         "": flip(o.closed[""], rng, n := o.closed[""].index(SETTINGS.to_json().encode()), n + len(SETTINGS.to_json()))},
@@ -368,13 +368,14 @@ MUTATIONS: dict[str, Mutation] = {
     "cut, with a log": lambda o, rng: o.killed | {"": cut(o.killed[""], rng)},
     "pages swapped": lambda o, rng: {"": b"".join(swap(pages(o.closed[""]), rng))},
     "page twice": lambda o, rng: {"": b"".join(put_in(pages(o.closed[""]), rng, rng.choice(pages(o.closed[""]))))},
-    "page empty": lambda o, rng: {"": b"".join(put_in(pages(o.closed[""]), rng, bytes(4096)))},
+    "page empty": lambda o, rng: {"": b"".join(put_in(pages(o.closed[""]), rng, bytes(PAGE_BYTES)))},
     "page of an earlier time": lambda o, rng: {"": b"".join(
         put_in(pages(o.closed[""]), rng, rng.choice(pages(o.earlier[""]))))},
     "half of an earlier time": lambda o, rng: {
-        "": o.closed[""][: (n := 4096 * rng.randrange(1, len(o.closed[""]) // 4096))] + o.earlier[""][n:]},
+        "": o.closed[""][: (n := PAGE_BYTES * rng.randrange(1, len(o.closed[""]) // PAGE_BYTES))] + o.earlier[""][n:]},
     "wrong header": lambda o, rng: {"": rng.randbytes(rng.choice((16, 100))) + o.closed[""][100:]},
-    "header of another cache": lambda o, rng: {"": o.stranger[""][: rng.choice((100, 4096))] + o.closed[""][4096:]},
+    "header of another cache": lambda o, rng: {
+        "": o.stranger[""][: rng.choice((100, PAGE_BYTES))] + o.closed[""][PAGE_BYTES:]},
     "another kind of file": lambda o, rng: {"": rng.choice(
         (a_zip(), pickle.dumps([1] * 1000), b"SQLite format 3\0", b"tokens\n" * 500, rng.randbytes(9000), b"\0"))},
     "another kind of file, with a log": lambda o, rng: o.killed | {"": rng.choice(
@@ -489,7 +490,7 @@ def test_file_at_its_largest(cache):
     before = rows_of(20)
     cache.put_many(before)
     db = cache._connect()
-    db.execute("PRAGMA max_page_count = 20")
+    db.execute("PRAGMA max_page_count = 60")
     with pytest.raises(CacheWriteError, match="full"):
         cache.put_many(rows_of(200, step=2, length=500))
     check_full(cache, before)

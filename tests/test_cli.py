@@ -16,7 +16,7 @@ from test_report import plain_entry, reuse_run, write
 
 import specrl_plugins
 from specrl_plugins import TrajectoryCache, prompt_key
-from specrl_plugins.cache import FILE_NAME
+from specrl_plugins.cache import FILE_NAME, PAGE_BYTES
 from specrl_plugins.cli import main
 
 PROMPTS = [(1, 2, 3), (4, 5), (6,)]
@@ -238,7 +238,7 @@ def test_file_that_is_no_cache_is_an_error_and_stays(capsys, tmp_path, command):
 
 def test_damaged_pages_never_end_in_a_traceback(capsys, directory, tmp_path):
     """Each page of the file in turn is overwritten."""
-    page = 4096
+    page = PAGE_BYTES
     intact = (directory / FILE_NAME).read_bytes()
     seen = set()
     for start in range(0, len(intact), page):
