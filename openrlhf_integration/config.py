@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,10 @@ class SpecSettings:
             raise ValueError(f"`--spec.cache_max_mib` is a size in MiB, above 0, not {self.cache_max_mib}.")
         try:
             self.reuse_policy(seed=0)
-        except ValueError as error:
-            raise ValueError(f"`--spec.*`: {error}") from error
+        except ValueError as error:  # it begins with the setting's name in the core
+            raise ValueError(f"--spec.{error}") from error
+        if self.log_lenience < 0:  # the core knows what it means, but a user who sets it means something else
+            raise ValueError(f"--spec.log_lenience is 0 or more nats (the log of a factor), not {self.log_lenience}")
 
     def reuse_policy(self, seed: int) -> ReusePolicy:
         """The core's policy of these settings."""
@@ -140,6 +143,12 @@ def split_arguments(arguments: list[str]) -> tuple[SpecSettings | None, list[str
     """
     parser = spec_parser()
     ours, rest = parser.parse_known_args(arguments)
+    for argument in rest:
+        if argument.startswith(("--spec.", "--spec_")):
+            name = argument.partition("=")[0].replace("_", ".", 1)
+            known = [f"--spec.{setting.name}" for setting in fields(SpecSettings)]
+            guess = difflib.get_close_matches(name, known, n=1)
+            parser.error(f"there is no {argument}" + (f": did you mean {guess[0]}?" if guess else ""))
     values: dict[str, Any] = vars(ours)
     use = values.pop("use_spec_rollout")
     try:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from openrlhf_integration.checks import UnsupportedSetting
 from openrlhf_integration.config import SpecSettings, spec_parser, split_arguments
 
 SCRIPT = "openrlhf.cli.train_ppo_ray"
@@ -107,4 +108,7 @@ def speculative(settings: SpecSettings) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UnsupportedSetting as error:
+        sys.exit(f"error: {error}")

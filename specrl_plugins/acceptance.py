@@ -29,7 +29,7 @@ class ReuseRule(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> None:
-        raise ValueError(f"the rule of reuse is one of {', '.join(cls)}, not {value!r}")
+        raise ValueError(f"rule is one of {', '.join(cls)}, not {value!r}")
 
 
 class _Stream:

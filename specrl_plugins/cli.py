@@ -127,6 +127,8 @@ def _show(args: argparse.Namespace) -> int:
         key = t.prompt.hex()[:_KEY_DIGITS]
         rows.append([key, str(t.slot), str(t.step), str(len(t.tokens)), t.finish_reason, reward, *numbers])
     print(report.align(rows))
+    if len(shown) == args.limit:
+        print(f"At most {args.limit} are shown: see --limit.", file=sys.stderr)
     if args.prompt is not None:
         for t in shown:
             print(f"slot {t.slot}:", *t.tokens)
@@ -161,6 +163,8 @@ def _report(args: argparse.Namespace) -> int:
             raise
         print(f"specrl: no chart: {error}", file=sys.stderr)  # nobody asked for it
         return 0
+    except OSError as error:
+        raise report.ReportError(f"the chart cannot be written: {error}") from error
     print(f"Chart: {path}")
     return 0
 

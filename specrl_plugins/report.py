@@ -65,8 +65,7 @@ def load(run_dir: str | os.PathLike) -> list[dict[str, Any]]:
         | `rollout_s` | `float` | seconds of the rollouts |
         | `step_s` | `float` | seconds of the whole steps |
 
-        A plain run tells its tokens and rollout seconds only if it logs `rollout/completion_tokens` and
-        `rollout/seconds`, both summed since the entry before.
+        A plain run tells its rollout seconds only if it logs `rollout/seconds`, summed since the entry before.
 
     Raises:
         ReportError: there is no log, or no training step in it.

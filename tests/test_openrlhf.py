@@ -59,13 +59,25 @@ def test_defaults_are_those_of_the_trl_adapter():
         (["--spec.cache_max_mib", "0"], "--spec.cache_max_mib"),
         (["--spec.rule", "fast"], "--spec.rule"),
         (["--spec.guard", "maybe"], "true"),
-        (["--spec.log_lenience", "nan"], "log_lenience"),
+        (["--spec.log_lenience", "nan"], "--spec.log_lenience"),
+        (["--spec.log_lenience", "-1"], "--spec.log_lenience is 0 or more"),
+        (["--spec.lenience", "1"], "did you mean --spec.log_lenience"),
+        (["--spec_refresh=1"], "did you mean --spec.refresh_rate"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(line, message, capsys):
     with pytest.raises(SystemExit):
         split_arguments(["--use_spec_rollout", *line])
     assert message in capsys.readouterr().err
+
+
+def test_what_is_refused_ends_in_one_line(tiny_model, tmp_path):
+    line = flags(tiny_model, tmp_path, "--use_spec_rollout", rollout__temperature=0.5)
+    run = subprocess.run(
+        [sys.executable, "-m", "openrlhf_integration.train_ppo_ray", *line], capture_output=True, text=True
+    )
+    assert run.returncode == 1
+    assert "--rollout.temperature 0.5" in run.stderr and "Traceback" not in run.stderr
 
 
 def test_an_unknown_flag_is_refused_by_openrlhf(tiny_model, tmp_path, capsys):

@@ -34,9 +34,9 @@ from trl_runs import (
     settings,
 )
 
-from specrl_plugins import FingerprintMismatch, TrajectoryCache
+from specrl_plugins import FingerprintMismatch, TrajectoryCache, report
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig, SpecRLOOTrainer
-from trl_integration.callback import RUN_LOG
+from trl_integration.callback import RUN_LOG, RunLog
 from trl_integration.checks import UnsupportedSetting
 
 pytestmark = pytest.mark.trl
@@ -73,6 +73,23 @@ def test_reuse_begins_with_the_second_epoch_and_everything_is_logged(tiny_model,
     assert f"{total.generated_tokens} tokens generated, {total.reused_tokens} reused" in said
     lines = [json.loads(line) for line in (tmp_path / RUN_LOG).read_text().splitlines()]
     assert [line["spec/reused_token_fraction"] for line in lines[:12]] == fraction
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(gradient_accumulation_steps=2, per_device_train_batch_size=4), dict(num_iterations=2, logging_steps=2)],
+    ids=["accumulation", "iterations"],
+)
+def test_a_plain_run_tells_its_tokens(tiny_model, tmp_path, changes):
+    lengths = []
+
+    def reward(completions, completion_ids, **kwargs):
+        lengths.append(sum(map(len, completion_ids)))
+        return reward_digits(completions)
+
+    args = settings(tmp_path, trl.GRPOConfig, **changes)
+    build(tiny_model, args, trainer=trl.GRPOTrainer, reward_funcs=reward, callbacks=[RunLog()]).train()
+    assert sum(step["tokens"] for step in report.load(tmp_path)) == pytest.approx(sum(lengths))
 
 
 @pytest.mark.parametrize(
@@ -485,6 +502,7 @@ def test_rollout_functions_are_refused(tiny_model, tmp_path):
         (dict(spec_carry_limit=2.5), "carry_limit"),
         (dict(spec_log_lenience=float("nan")), "log_lenience"),
         (dict(spec_log_lenience="abc"), "log_lenience"),
+        (dict(spec_log_lenience=-1.0), "spec_log_lenience is 0 or more"),
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path, changes, named):

@@ -21,8 +21,17 @@ logger = logging.getLogger(__name__)
 class RunLog(TrainerCallback):
     """Appends what the trainer logs to `specrl.jsonl` in the output directory, one JSON object a line.
 
-    It is what `specrl report` reads. It can be added to any trainer, to compare a plain run with one that reuses.
+    It is what `specrl report` reads. It can be added to any trainer, to compare a plain run with one that reuses. TRL
+    logs neither the tokens nor the seconds of its rollouts: the tokens are worked out from their mean length.
     """
+
+    def __init__(self) -> None:
+        self._step = 0  # of the log before
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._step = state.global_step
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
@@ -30,7 +39,10 @@ class RunLog(TrainerCallback):
         if not state.is_world_process_zero or not logs:
             return
         path = Path(args.output_dir or ".") / RUN_LOG
-        line = json.dumps({"step": state.global_step, "epoch": state.epoch, **logs}, default=float)
+        line = json.dumps(
+            {"step": state.global_step, "epoch": state.epoch, **self._completion_tokens(args, state, logs), **logs},
+            default=float,
+        )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
@@ -38,11 +50,23 @@ class RunLog(TrainerCallback):
         except OSError as error:  # a full disk must not end a training run
             logger.warning("step %d was not logged to %s: %s", state.global_step, path, error)
 
+    def _completion_tokens(
+        self, args: TrainingArguments, state: TrainerState, logs: dict[str, Any]
+    ) -> dict[str, float]:
+        """Tokens of all completions since the log before."""
+        if "completions/mean_length" not in logs:  # an evaluation, or the end
+            return {}
+        steps, self._step = state.global_step - self._step, state.global_step
+        rows = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+        rows /= getattr(args, "num_iterations", 1)
+        return {"rollout/completion_tokens": steps * rows * logs["completions/mean_length"]}
+
 
 class SpecRolloutCallback(RunLog):
     """Rewinds the cache to where training starts, announces what will be done, and sums it up."""
 
     def __init__(self, trainer: Any):
+        super().__init__()
         self.trainer = trainer
         self._first_epoch = 0.0
         self._warned_no_draft = self._warned_masked = False
@@ -50,6 +74,7 @@ class SpecRolloutCallback(RunLog):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
         core = self.trainer.spec_rollout
         core.total = RolloutCounts()  # of this run: the trainer may have trained before
         self._first_epoch = state.epoch or 0.0
@@ -60,7 +85,7 @@ class SpecRolloutCallback(RunLog):
         core.cache.checkpoint(state.global_step)
         if not state.is_world_process_zero:
             return
-        policy, share = core.policy, warm_share(self.trainer, self._first_epoch)
+        policy, share = core.policy, warm_share(self.trainer, self._first_epoch, len(core.cache) > 0)
         lenience = f"log-lenience {policy.log_lenience:g}, " if policy.rule is ReuseRule.SPECULATIVE else ""
         print(
             f"Speculative rollouts: {policy.rule} reuse, {lenience}refresh rate {policy.refresh_rate:g}, verified by "
@@ -68,7 +93,7 @@ class SpecRolloutCallback(RunLog):
         )
         print(
             f"Trajectory cache: {core.cache.directory} ({len(core.cache)} trajectories)"
-            + ("." if share is None else f"; {share:.0%} of the rollouts come after the first epoch and can reuse it.")
+            + ("." if share is None else f"; {share:.0%} of the rollouts are of prompts met before and can reuse them.")
         )
 
     def _rewind(self, step: int) -> None:

@@ -131,12 +131,19 @@ def epochs(trainer: Any) -> float | None:
     return args.max_steps * prompts_a_step / len(trainer.train_dataset)
 
 
-def warm_share(trainer: Any, epoch: float) -> float | None:
-    """Share of the rollouts from `epoch` on that come after the first one, so that they can reuse anything."""
+def warm_share(trainer: Any, epoch: float, cached: bool) -> float | None:
+    """Share of the rollouts from `epoch` on whose prompts have been met before, so that they can reuse anything.
+
+    Args:
+        trainer: a TRL trainer.
+        epoch (`float`): where training starts.
+        cached (`bool`): whether the cache holds what came before; else one epoch from here on has nothing to reuse.
+    """
     seen = epochs(trainer)
     if seen is None or seen <= epoch:
         return None
-    return max(0.0, seen - max(1.0, epoch)) / (seen - epoch)
+    warm_from = max(1.0, epoch) if cached else epoch + 1.0
+    return max(0.0, seen - warm_from) / (seen - epoch)
 
 
 def warn_of_little_use(trainer: Any) -> None:

@@ -117,13 +117,15 @@ class SpecRolloutArguments:
         if self.spec_reused_logprobs not in ("verified", "behaviour"):
             raise ValueError(f"`spec_reused_logprobs` is 'verified' or 'behaviour', not {self.spec_reused_logprobs!r}.")
         if not isinstance(self.spec_cache_max_mib, int | float) or not self.spec_cache_max_mib > 0:
-            raise ValueError(f"`spec_cache_max_mib` is a size in MiB, above 0, not {self.spec_cache_max_mib}.")
+            raise ValueError(f"`spec_cache_max_mib` is a size in MiB, above 0, not {self.spec_cache_max_mib!r}.")
         if self.spec_cache_dir is not None:
             self.spec_cache_dir = os.path.expanduser(self.spec_cache_dir)
         try:
             self.reuse_policy()
-        except ValueError as error:
-            raise ValueError(f"spec_* settings: {error}") from error
+        except ValueError as error:  # it begins with the setting's name in the core
+            raise ValueError(f"spec_{error}") from error
+        if self.spec_log_lenience < 0:  # the core knows what it means, but a user who sets it means something else
+            raise ValueError(f"spec_log_lenience is 0 or more nats (the log of a factor), not {self.spec_log_lenience}")
 
     def reuse_policy(self) -> ReusePolicy:
         """The core's policy of these settings."""

@@ -37,10 +37,10 @@ class Progress(ProgressCallback):
 
 
 class PlainRolloutMeter(TrainerCallback):
-    """Adds tokens and seconds of a plain run's rollouts to its log; those with reuse log their own."""
+    """Adds the seconds of a plain run's rollouts to its log; those with reuse log their own."""
 
-    def __init__(self, model: Any, rows: int):
-        self.rows, self.seconds = rows, 0.0
+    def __init__(self, model: Any):
+        self.seconds = 0.0
         self._generate: Callable[..., Any] = model.generate
         model.generate = self._timed
 
@@ -52,7 +52,6 @@ class PlainRolloutMeter(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "completions/mean_length" in logs:
-            logs["rollout/completion_tokens"] = self.rows * logs["completions/mean_length"]
             logs["rollout/seconds"], self.seconds = self.seconds, 0.0
 
 
@@ -95,7 +94,7 @@ def train(name: str, reuse: bool, options: argparse.Namespace) -> Path:
         trainer.remove_callback(callback)
     trainer.add_callback(Progress())
     if not reuse:  # the trainer with reuse logs all of this itself
-        trainer.add_callback(PlainRolloutMeter(model, options.rows))
+        trainer.add_callback(PlainRolloutMeter(model))
         trainer.add_callback(RunLog())
     trainer.train()
     return output
