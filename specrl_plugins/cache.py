@@ -222,14 +222,22 @@ class TrajectoryCache:
 
         self._write(put)
 
-    def checkpoint(self, step: int) -> None:
+    def checkpoint(self, step: int, forget: bool = True) -> None:
         """The run can be resumed from optimizer step `step` now: [`rewind`] to it gives back what is newest now.
+
+        Each process that writes has to know.
+
+        Args:
+            step (`int`): of the checkpoint.
+            forget (`bool`, *optional*, defaults to `True`): whether to forget what only earlier checkpoints need. One
+                process of a node is enough for that.
 
         Raises:
             CacheWriteError: the disk is full or failing; what is not needed any more is still there.
         """
         self._checkpoint = step
-        self._write(lambda db: self._delete(db, "replaced <= ?", (step,)))
+        if forget:
+            self._write(lambda db: self._delete(db, "replaced <= ?", (step,)))
 
     def rewind(self, step: int) -> int:
         """Forget everything newer than optimizer step `step`; returns how many rows that were.

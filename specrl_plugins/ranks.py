@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -40,6 +40,31 @@ class OneRank:
 def leads_node(ranks: Ranks) -> bool:
     """Whether this rank is the first one of its node."""
     return ranks.nodes.index(ranks.nodes[ranks.index]) == ranks.index
+
+
+def together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Do something on every rank. Where it fails on one it fails on all, so that none waits for the others.
+
+    Args:
+        ranks (`Ranks`): the ranks, all of which call this.
+        work (callable): makes no collective call.
+
+    Raises:
+        Exception: what `work` raised on this rank.
+        RuntimeError: it failed on another one.
+    """
+    result: list[T] = []
+    failure: Exception | None = None
+    try:
+        result.append(work())
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        failure = error
+    failures = [text for text in ranks.gather(failure and f"{type(failure).__name__}: {failure}") if text]
+    if failure is not None:
+        raise failure
+    if failures:
+        raise RuntimeError(f"another rank failed: {failures[0]}")
+    return result[0]
 
 
 def own_rows(ranks: Ranks, gathered: Sequence[Sequence[object]]) -> slice:

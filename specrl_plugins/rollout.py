@@ -213,7 +213,7 @@ class SpeculativeRollout(RolloutLedger):
         )
         for response, logprobs in zip(drafted, scored, strict=True):
             response.take_scores(logprobs, counts)
-        refuse_broken_scorer(counts)
+        refuse_broken_scorer(totals(self.ranks.gather(counts)))
 
     def _accept(self, responses: list[Response], cap: int, step: int) -> None:
         """Keep the verified prefix of each draft, with the log-probs of today."""

@@ -22,7 +22,7 @@ import truncation
 from conftest import build_tiny_model
 from datasets import Dataset
 from disk import full_disk
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, TrainerCallback
 from trl_runs import (
     PROMPTS,
     CheckedGRPOTrainer,
@@ -37,7 +37,7 @@ from trl_runs import (
 from specrl_plugins import FingerprintMismatch, TrajectoryCache, report
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig, SpecRLOOTrainer
 from trl_integration.callback import RUN_LOG, RunLog
-from trl_integration.checks import UnsupportedSetting
+from trl_integration.checks import UnsupportedSetting, check_config
 
 pytestmark = pytest.mark.trl
 
@@ -480,6 +480,26 @@ def test_harmless_settings_of_the_models_generation_config_are_not_refused(tiny_
     trainer = build(model, settings(tmp_path), trainer=CheckedGRPOTrainer, tokenizer=tiny_model)
     trainer.train()
     assert trainer.spec_rollout.total.reused_tokens > 0
+
+
+def test_prompts_of_unequal_length_are_scored_where_they_were_sampled(tiny_model, tmp_path):
+    args = settings(tmp_path, learning_rate=0.0, spec_log_lenience=1e-3, num_train_epochs=2)
+    prompts = ["1+1=?", "what is 2+2?", "so?", "how much is it: 3+1?"]
+    trainer = build(tiny_model, args, trainer=CheckedGRPOTrainer, prompts=prompts)
+    trainer.train()
+    assert history(trainer, "spec/draft_accept_rate") == [1, 1]
+
+
+def test_a_model_that_numbers_positions_from_the_padding_is_refused(tiny_model, tmp_path):
+    config = GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=1, n_head=2)
+    with pytest.raises(UnsupportedSetting, match="GPT-2"):
+        build(GPT2LMHeadModel(config), settings(tmp_path), tokenizer=tiny_model)
+
+
+def test_a_cache_that_would_be_uploaded_is_refused(tmp_path):
+    with pytest.raises(UnsupportedSetting, match="push_to_hub"):
+        check_config(settings(tmp_path, push_to_hub=True))
+    check_config(settings(tmp_path / "out", push_to_hub=True, spec_cache_dir=str(tmp_path / "cache")))
 
 
 def test_rollout_functions_are_refused(tiny_model, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ import trl_tools
 from trl_runs import CONTINUOUS_BATCHING, CheckedGRPOTrainer, build, history, settings
 
 from specrl_plugins import TrajectoryCache
+from specrl_plugins.cache import CLAIM_NAME
 
 pytestmark = [pytest.mark.trl, pytest.mark.slow]
 
@@ -50,6 +52,7 @@ def launch(model, output, runs, ranks=2, nodes=1, **environment):
     variables = os.environ | dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     # A CPU build of vLLM would give every process the same core.
     variables |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind") | environment
+    variables["TORCH_EXTENSIONS_DIR"] = str(output / "extensions")  # with a lock that a killed process leaves
     variables["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
     launchers = [
         subprocess.Popen(
@@ -65,7 +68,12 @@ def launch(model, output, runs, ranks=2, nodes=1, **environment):
         )
         for node in range(nodes)
     ]
-    printed = [launcher.communicate(timeout=300)[0] for launcher in launchers]
+    try:
+        printed = [launcher.communicate(timeout=300)[0] for launcher in launchers]
+    finally:  # what hangs would go on, with the locks that it holds
+        for launcher in launchers:
+            launcher.terminate()
+            launcher.wait()
     return [launcher.returncode for launcher in launchers], printed[-1]
 
 
@@ -164,6 +172,7 @@ def test_sharded_models(tiny_model, tmp_path, name):
     on_cpu = dict(SHARDS=kind, ACCELERATE_USE_CPU="false")
     runs = {"aligned": aligned, "cut": aligned | dict(top_p=0.9), "unaligned": aligned | unaligned}
     runs = train(tiny_model, tmp_path, runs, **on_cpu)
+    assert all(rank["sharded_weights"] == (name != "zero2") for rank in runs["aligned"])
     check(runs["aligned"], epochs=2, distributed=kind.upper())
     check(runs["cut"], epochs=2, distributed=kind.upper())
     first, second = runs["unaligned"]
@@ -206,6 +215,16 @@ def test_a_run_goes_on_with_another_number_of_processes(data_parallel, tiny_mode
     trainer.train(resume_from_checkpoint=str(output / "halted" / "checkpoint-3"))
     assert history(trainer, "spec/draft_hit_rate") == [0, 0, 1, 1, 1, 1]
     assert trainer.spec_rollout.total.reused_tokens > 0
+
+
+def test_a_cache_in_use_stops_all_ranks(tiny_model, tmp_path):
+    directory = tmp_path / "refused" / "spec_cache"
+    directory.mkdir(parents=True)
+    with (directory / CLAIM_NAME).open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        codes, printed = launch(tiny_model, tmp_path, {"refused": ROWS})
+    assert codes[0]
+    assert "in use by another run" in printed and "another rank failed: CacheError" in printed
 
 
 def test_when_a_rank_dies_the_others_end_and_the_cache_is_sound(tiny_model, tmp_path):

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from specrl_plugins import ReuseRule, RolloutCounts
 from specrl_plugins.cache import CacheWriteError
-from specrl_plugins.ranks import leads_node
+from specrl_plugins.ranks import leads_node, together
 from specrl_plugins.report import RUN_LOG
 from trl_integration.checks import warm_share
 
@@ -78,13 +78,16 @@ class SpecRolloutCallback(RunLog):
         core = self.trainer.spec_rollout
         core.total = RolloutCounts()  # of this run: the trainer may have trained before
         self._first_epoch = state.epoch or 0.0
-        if leads_node(core.ranks):
-            core.cache.claim()
-            self._rewind(state.global_step)
-        core.ranks.gather(None)  # nobody looks anything up before
-        core.cache.checkpoint(state.global_step)
+        together(core.ranks, lambda: self._prepare(state.global_step))  # nobody looks anything up before
+        core.cache.checkpoint(state.global_step, forget=False)
         if not state.is_world_process_zero:
             return
+        if len(set(core.ranks.nodes)) > 1 and args.spec_cache_dir is None:  # type: ignore[attr-defined]
+            logger.warning(
+                "The caches of %d nodes lie beside each other in `output_dir`. If that is a network file system, on "
+                "which SQLite does not work, set `spec_cache_dir` to a folder on each node's own disk.",
+                len(set(core.ranks.nodes)),
+            )
         policy, share = core.policy, warm_share(self.trainer, self._first_epoch, len(core.cache) > 0)
         lenience = f"log-lenience {policy.log_lenience:g}, " if policy.rule is ReuseRule.SPECULATIVE else ""
         print(
@@ -96,15 +99,18 @@ class SpecRolloutCallback(RunLog):
             + ("." if share is None else f"; {share:.0%} of the rollouts are of prompts met before and can reuse them.")
         )
 
-    def _rewind(self, step: int) -> None:
+    def _prepare(self, step: int) -> None:
+        core = self.trainer.spec_rollout
+        if not leads_node(core.ranks):
+            return
+        core.cache.claim()
         # A killed run leaves trajectories newer than its checkpoint, and an earlier run in the same directory leaves
         # all of its own: step numbers begin anew, so they would pass for newer than they are.
-        cache = self.trainer.spec_rollout.cache
-        if forgotten := cache.rewind(step):
+        if forgotten := core.cache.rewind(step):
             logger.warning(
                 "%d trajectories in %s are newer than step %d, where training starts, and were forgotten.",
                 forgotten,
-                cache.directory,
+                core.cache.directory,
                 step,
             )
 
@@ -141,7 +147,7 @@ class SpecRolloutCallback(RunLog):
         # before it needs it.
         core.ranks.gather(None)
         try:
-            core.cache.checkpoint(state.global_step)
+            core.cache.checkpoint(state.global_step, forget=leads_node(core.ranks))
         except CacheWriteError as error:  # only room that is not freed
             logger.warning("%s", error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -18,6 +19,10 @@ _NOT_SHAPING = {
     "cache_implementation", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version",
     "return_dict_in_generate", "disable_compile",
 }  # fmt: skip
+
+
+# Tables of learned positions in models that do not look at the attention mask for them.
+_COUNTS_PADDING = {"wpe", "positions_embed"}
 
 
 class UnsupportedSetting(ValueError):
@@ -50,6 +55,11 @@ def _refuse(reasons: Iterator[str]) -> None:
 
 
 def _unsupported_settings(args: Any) -> Iterator[str]:
+    if args.push_to_hub and Path(args.output_dir).absolute() in args.cache_directory().absolute().parents:
+        yield (
+            "`push_to_hub=True` with the cache below `output_dir`: all of it would be uploaded. Set `spec_cache_dir` "
+            "to a folder elsewhere."
+        )
     if args.max_completion_length is None:
         yield "`max_completion_length=None`: a response that was cut is continued up to this cap. Set one."
     if args.spec_verifier == "engine" and not args.use_vllm:
@@ -106,6 +116,11 @@ def _unsupported_parts(trainer: Any) -> Iterator[str]:
         yield "a model that takes images: pass a tokenizer as `processing_class`, and a text model."
     if getattr(trainer, "rollout_func", None) is not None:
         yield "`rollout_func`: it bypasses the trainer's own rollout, which is what is reused."
+    if any(name.rpartition(".")[2] in _COUNTS_PADDING for name, _ in trainer.model.named_modules()):
+        yield (
+            "a model of GPT-2's kind, which numbers positions from the padding: past completions would be scored at "
+            "other positions than they were sampled at. Use a model with rotary positions."
+        )
     state = trainer.accelerator.state
     if getattr(getattr(state, "fsdp_plugin", None), "fsdp_version", None) == 1:
         yield "FSDP 1: not shown to work yet. Use FSDP 2 (`fsdp_version: 2`)."

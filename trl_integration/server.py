@@ -16,7 +16,7 @@ from requests.adapters import HTTPAdapter
 
 from specrl_plugins import Continuation
 from specrl_plugins.intercept import Intercepted
-from specrl_plugins.ranks import Ranks, own_rows
+from specrl_plugins.ranks import Ranks, own_rows, together
 from trl_integration.checks import UnsupportedSetting
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ServerEngine:
     def __init__(self, generation: VLLMGeneration, eos_token_ids: Sequence[int], ranks: Ranks):
         self._client: VLLMClient | None = getattr(generation, "vllm_client", None)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._ranks = ranks
+        self.ranks = ranks
         self._sampling = {
             "repetition_penalty": generation.repetition_penalty,
             "temperature": generation.temperature,
@@ -61,12 +61,8 @@ class ServerEngine:
             "min_p": generation.min_p or 0.0,
             "logprobs": 0,
         }
-        found = None
-        if self._client is not None:
-            info = self._client.get_server_info()
-            at_once = info["scheduler_config"]["max_num_seqs"] * info["parallel_config"]["data_parallel_size"]
-            found = info["model_config"]["max_model_len"], info["model_config"]["logprobs_mode"], at_once
-        self.max_model_len, mode, at_once = self._ranks.gather(found)[0]  # type: ignore[misc]
+        found = together(ranks, self._server_settings)
+        self.max_model_len, mode, at_once = ranks.gather(found)[0]  # type: ignore[misc]
         if not mode.endswith("_logprobs"):
             raise UnsupportedSetting(
                 f"`use_spec_rollout=True` does not work with a vLLM server that runs with `--logprobs-mode {mode}`: it "
@@ -76,6 +72,14 @@ class ServerEngine:
         self._max_requests = 2 * at_once
         if self._client is not None:
             self._keep_connections(self._client, self._max_requests)
+
+    def _server_settings(self) -> tuple[int, str, int] | None:
+        """Context length, mode of log-probs, and how many sequences run at once; `None` without a client."""
+        if self._client is None:
+            return None
+        info = self._client.get_server_info()
+        at_once = info["scheduler_config"]["max_num_seqs"] * info["parallel_config"]["data_parallel_size"]
+        return info["model_config"]["max_model_len"], info["model_config"]["logprobs_mode"], at_once
 
     @staticmethod
     def _keep_connections(client: VLLMClient, connections: int) -> None:
@@ -107,7 +111,7 @@ class ServerEngine:
         Raises:
             RuntimeError: the server did not answer; on every rank, so that none waits for the others.
         """
-        gathered = self._ranks.gather(rows)
+        gathered = self.ranks.gather(rows)
         requested = [row for part in gathered for row in part]
         answers: list[Answer] = []
         failure: Exception | None = None
@@ -116,10 +120,10 @@ class ServerEngine:
                 answers = ask(self._client, requested)
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 failure = error
-        answers, reason = self._ranks.gather((answers, failure and str(failure)))[0]
+        answers, reason = self.ranks.gather((answers, failure and str(failure)))[0]
         if reason is not None:
             raise RuntimeError(f"the vLLM server did not do as asked: {reason}") from failure
-        return answers[own_rows(self._ranks, gathered)]
+        return answers[own_rows(self.ranks, gathered)]
 
     def _score(self, client: VLLMClient, rows: list[tuple[list[int], NDArray[np.int32]]]) -> list[NDArray[np.float32]]:
         scored = client.get_sequence_logprobs(
@@ -208,6 +212,9 @@ class InterceptedGeneration(Intercepted[ServerEngine]):
             RuntimeError: blocks of the prefix cache were in use, so stale ones remain. TRL's client does not look.
         """
         self._original.sync_weights()
+        together(self.engine.ranks, self._reset_prefix_cache)
+
+    def _reset_prefix_cache(self) -> None:
         client = getattr(self._original, "vllm_client", None)
         if client is None:
             return
