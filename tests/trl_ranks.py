@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import sharding_cpu
@@ -66,7 +65,7 @@ def run(
         "cache_rows": len(core.cache),
         "cache": str(core.cache.directory),
         "distributed": trainer.accelerator.distributed_type.value,
-        "sharded_weights": any(isinstance(p, DTensor) or p.numel() == 0 for p in trainer.model.parameters()),
+        "sharded_weights": any(isinstance(p, DTensor) for p in trainer.model.parameters()),
         "weights": gather_object([weights(trainer)]),
     }
     (output / f"rank-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(seen))
@@ -74,15 +73,8 @@ def run(
 
 def weights(trainer) -> float:
     """Sum of the absolute weights, of all shards."""
-    parameters = list(trainer.model.parameters())
-    gathered = nullcontext()
-    if any(p.numel() == 0 for p in parameters):
-        import deepspeed
-
-        gathered = deepspeed.zero.GatheredParameters(parameters)
-    with gathered:
-        whole = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in parameters]
-        return sum(p.double().abs().sum().item() for p in whole)
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in trainer.model.parameters()]
+    return sum(p.double().abs().sum().item() for p in whole)
 
 
 def main(model: str, output: str, runs: str) -> None:

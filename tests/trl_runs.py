@@ -7,7 +7,7 @@ import torch
 import truncation
 from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from specrl_plugins import prompt_key
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOTrainer
@@ -84,7 +84,6 @@ class Checked:
         prompts = [
             ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"], strict=True)
         ]
-        model = self._plain_model()
         keys = gather_object([prompt_key(prompt) for prompt in prompts])  # of all ranks
         for row, prompt in enumerate(prompts):
             place = self.accelerator.process_index * len(prompts) + row
@@ -110,7 +109,7 @@ class Checked:
             full = {min(self.max_completion_length, room) for room in rooms}
             assert stored.finish_reason == "stop" or len(ids) in full
             with torch.no_grad():
-                logits = model(torch.tensor([prompt + whole])).logits[0, len(prompt) - 1 : -1].numpy()
+                logits = self.model(torch.tensor([prompt + whole])).logits[0, len(prompt) - 1 : -1].numpy()
             tempered, at = dict(temperature=self.temperature), (np.arange(len(whole)), whole)
             cut = tempered | dict(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
             sampler = "vllm" if self.args.use_vllm else "transformers"
@@ -129,21 +128,6 @@ class Checked:
             self.checked_rows += 1
             self.went_on_rows += bool(len(whole) > len(ids) and stored.ages.all())  # after a turn that was reused whole
         return output
-
-    def _plain_model(self):
-        """What recomputes: the model itself or, where its weights are shards, a copy of it that is whole."""
-        plugin = self.accelerator.state.deepspeed_plugin
-        if plugin is None or plugin.zero_stage < 3:
-            return self.model
-        import deepspeed
-
-        model = self.accelerator.unwrap_model(self.model)
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-        with deepspeed.zero.Init(enabled=False):
-            copy = LlamaForCausalLM(model.config)
-        copy.load_state_dict(weights)
-        return copy
 
 
 class CheckedGRPOTrainer(Checked, SpecGRPOTrainer):

@@ -122,6 +122,8 @@ def _unsupported_parts(trainer: Any) -> Iterator[str]:
             "other positions than they were sampled at. Use a model with rotary positions."
         )
     state = trainer.accelerator.state
+    if state.deepspeed_plugin is not None and state.deepspeed_plugin.zero_stage == 3:
+        yield "DeepSpeed ZeRO-3: not shown to work yet. Use ZeRO-2 or FSDP 2."
     if getattr(getattr(state, "fsdp_plugin", None), "fsdp_version", None) == 1:
         yield "FSDP 1: not shown to work yet. Use FSDP 2 (`fsdp_version: 2`)."
     if not trainer.use_vllm:  # `generate` fills what TRL leaves open from the model's own config, then from defaults
