@@ -22,7 +22,15 @@ import truncation
 from conftest import build_tiny_model
 from datasets import Dataset
 from disk import full_disk
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    TrainerCallback,
+)
 from trl_runs import (
     PROMPTS,
     CheckedGRPOTrainer,
@@ -621,12 +629,19 @@ def test_prompts_that_change_every_epoch_are_warned_about(tiny_model, tmp_path, 
 
 
 def test_dropout_is_warned_about(tmp_path, caplog):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     tokenizer = build_tiny_model(tmp_path / "model")
     for disable in (False, True):
         caplog.clear()
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=32, n_layer=1, n_head=2, n_positions=64))
+        model = GPTNeoXForCausalLM(
+            GPTNeoXConfig(
+                vocab_size=48,
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                hidden_dropout=0.1,
+            )
+        )
         with caplog.at_level(logging.WARNING):
             build(model, settings(tmp_path / str(disable), disable_dropout=disable), tokenizer=tokenizer)
         assert ("disable_dropout" in caplog.text) == (not disable)
