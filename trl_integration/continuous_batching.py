@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from specrl_plugins import Continuation
+from trl_integration.sampling import method_in_place
 
 
 class BatchRecorder:
@@ -88,11 +89,5 @@ def recorded_generate_batch(
         budgets, eos_token_ids: see [`BatchRecorder`].
     """
     recorder = BatchRecorder(model, budgets, eos_token_ids)
-    patched = vars(model).get("generate_batch")
-    model.generate_batch = recorder.generate_batch  # type: ignore[assignment]
-    try:
+    with method_in_place(model, "generate_batch", recorder.generate_batch):
         yield recorder
-    finally:
-        del model.generate_batch  # the method of the class shows again, or what somebody else put in its place
-        if patched is not None:
-            model.generate_batch = patched

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,7 +93,7 @@ def recorded_generate(
             `generation_config` that `generate` is called with.
     """
     recorder = SampleRecorder(budgets, eos_token_ids, model.device)
-    generate, patched = model.generate, vars(model).get("generate")
+    generate = model.generate
 
     def bounded(*args: Any, generation_config: Any, **kwargs: Any) -> Any:
         generation_config = copy.copy(generation_config)
@@ -109,10 +109,18 @@ def recorded_generate(
             **kwargs,
         )
 
-    model.generate = bounded  # type: ignore[assignment]
-    try:
+    with method_in_place(model, "generate", bounded):
         yield recorder
+
+
+@contextmanager
+def method_in_place(model: PreTrainedModel, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """While open, a method of this one model is another."""
+    patched = vars(model).get(name)
+    setattr(model, name, method)
+    try:
+        yield
     finally:
-        del model.generate  # the method of the class shows again, or what somebody else put in its place
+        delattr(model, name)  # the method of the class shows again, or what somebody else put in its place
         if patched is not None:
-            model.generate = patched
+            setattr(model, name, patched)
