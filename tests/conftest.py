@@ -21,6 +21,7 @@ _paths = [str(Path(__file__).parent), str(Path(__file__).parent / "shims")]
 sys.path.append(_paths[1])
 os.environ["PYTHONPATH"] = os.pathsep.join([*_paths, os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 CHARACTERS = " 0123456789abcdefghijklmnopqrstuvwxyz+-=?.,:"
 
