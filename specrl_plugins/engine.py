@@ -57,3 +57,22 @@ class Engine(Protocol):
             budgets (`Sequence[int]` of length `batch`): most tokens to generate for each, at least 1.
         """
         ...
+
+
+class ObservingEngine(Engine, Protocol):
+    """An engine that shows what the policy holds of a response so far. Online pruning judges by it."""
+
+    def observe(
+        self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]
+    ) -> tuple[list[NDArray], NDArray[np.float32]]:
+        """Log-probs of given continuations after given prompts, and the policy's state at their ends.
+
+        Args:
+            prompts (`batch` lists of `prompt tokens` ids).
+            continuations (`batch` arrays of shape `(tokens,)`): each of at least one token.
+
+        Returns:
+            The log-probs, as [`score`] returns them, and an array of shape `(batch, hidden)`, `float32`: the last
+            layer's hidden state at the last token of each.
+        """
+        ...

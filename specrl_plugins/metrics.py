@@ -64,6 +64,14 @@ class RolloutCounts:
     """Of these, rows that its correction leaves out of the loss altogether."""
     exchanged_bytes: int = 0
     """Bytes of trajectories sent to other nodes."""
+    judged_rows: int = 0
+    """Rows that online pruning looked at, at the detection length."""
+    pruned_rows: int = 0
+    """Of these, rows that it gave up before they had ended."""
+    went_on_rows: int = 0
+    """Of these, rows that went on beyond the detection length."""
+    went_on_tokens: int = 0
+    """Tokens that the latter were sampled beyond where they were judged."""
     lookup_s: float = 0.0
     """Seconds of looking up drafts."""
     verify_s: float = 0.0
@@ -72,6 +80,10 @@ class RolloutCounts:
     """Seconds of generating."""
     store_s: float = 0.0
     """Seconds of storing trajectories."""
+    judge_s: float = 0.0
+    """Seconds of judging responses at the detection length."""
+    learn_s: float = 0.0
+    """Seconds of learning to judge."""
     spared_s: float = 0.0
     """Seconds of the trainer's own log-prob pass that verification made unnecessary (an estimate, from the tokens that
     pass was spared and the seconds a token that verifying took)."""
@@ -109,8 +121,12 @@ class RolloutCounts:
         | `spec/exchanged_mib` | trajectories that all ranks sent to other nodes, MiB; only with several nodes |
         | `spec/time/lookup_s`, `verify_s`, `generate_s`, `store_s` | seconds of each stage |
         | `spec/time/spared_s` | seconds of the trainer's log-prob pass that verification saved |
+        | `prune/pruned_fraction` | responses given up at the detection length / responses started |
+        | `prune/saved_tokens` | tokens that these were not sampled: an estimate, by the mean of those that went on |
+        | `prune/time/judge_s`, `learn_s` | seconds of judging, and of learning to |
 
-        `spec/cache_rows` and `spec/cache_mib` are added by [`SpeculativeRollout.take_metrics`].
+        `spec/cache_rows` and `spec/cache_mib`, and those of the pruner, are added by
+        [`SpeculativeRollout.take_metrics`].
         """
         metrics = {
             "spec/generated_tokens": float(self.generated_tokens),
@@ -138,6 +154,13 @@ class RolloutCounts:
             "spec/masked_row_rate": (self.masked_rows, self.corrected_rows),
         }
         metrics |= {name: part / whole for name, (part, whole) in ratios.items() if whole}
+        if self.judged_rows:
+            metrics |= {
+                "prune/pruned_fraction": self.pruned_rows / self.judged_rows,
+                "prune/saved_tokens": self.pruned_rows * self.went_on_tokens / max(self.went_on_rows, 1),
+                "prune/time/judge_s": self.judge_s,
+                "prune/time/learn_s": self.learn_s,
+            }
         if self.exchanged_bytes:
             metrics["spec/exchanged_mib"] = self.exchanged_bytes / 2**20
         if self.reuse_rewards and self.fresh_rewards:

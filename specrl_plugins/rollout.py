@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 from numpy.typing import NDArray
 
 from specrl_plugins.acceptance import ReusePolicy
 from specrl_plugins.cache import CacheWriteError, TrajectoryCache
 from specrl_plugins.codec import decode, encode
-from specrl_plugins.engine import Engine
+from specrl_plugins.engine import Engine, ObservingEngine
 from specrl_plugins.guard import VerificationGuard
 from specrl_plugins.ledger import RolloutLedger
 from specrl_plugins.metrics import RolloutCounts, totals
+from specrl_plugins.no_cache import NoCache
 from specrl_plugins.ranks import OneRank, Ranks, leads_node, own_rows
 from specrl_plugins.response import Response
 from specrl_plugins.trajectory import Trajectory, assign_slots, prompt_key
+
+if TYPE_CHECKING:  # it needs PyTorch
+    from specrl_plugins.pruning.groups import GroupPruning, Judged
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +34,29 @@ _NONFINITE_SHARE, _NONFINITE_ROWS = 0.5, 16
 
 @dataclass(eq=False)
 class Rollout:
-    """A batch of responses, in the order of the prompts, with what it took to make them."""
+    """A batch of responses, in the order of the prompts, with what it took to make them.
+
+    Args:
+        responses (`list[Response]` of length `batch`): one for each prompt.
+        cap (`int`), step (`int`): what [`SpeculativeRollout.run`] was told.
+        counts (`RolloutCounts`): of all that was started.
+        pruned (`list[Response]`, *optional*): what was started besides and is not to be trained on.
+        judged (`Judged`, *optional*): what pruning learns from, once rewards are known.
+    """
 
     responses: list[Response]
     cap: int
     step: int
     counts: RolloutCounts
+    pruned: list[Response] = field(default_factory=list)
+    judged: Judged | None = None
 
 
 class SpeculativeRollout(RolloutLedger):
     """Makes rollouts out of past ones.
 
     Args:
-        cache (`TrajectoryCache`):
+        cache (`TrajectoryCache` or `NoCache`):
             Where past responses are kept.
         policy (`ReusePolicy`):
             Which drafts are looked at, and how much of each is kept.
@@ -52,32 +67,29 @@ class SpeculativeRollout(RolloutLedger):
         ranks (`Ranks`, *optional*):
             The processes that train together. Each rolls out rows of its own; a node shares a cache. Defaults to this
             process alone.
+        pruning (`GroupPruning`, *optional*):
+            Starts more responses than are asked for and gives some up on the way. Its engine must be an
+            [`ObservingEngine`]. Defaults to none.
     """
 
     def __init__(
         self,
-        cache: TrajectoryCache,
+        cache: TrajectoryCache | NoCache,
         policy: ReusePolicy,
         vocab_size: int,
         guard: VerificationGuard | None = None,
         ranks: Ranks | None = None,
+        pruning: GroupPruning | None = None,
     ):
         super().__init__(cache, guard)
         self.cache = cache
         self.ranks = ranks or OneRank()
         self.policy = policy
         self.vocab_size = vocab_size
+        self.pruning = pruning
         self._warned_unstored = False
 
-    def run(
-        self,
-        engine: Engine,
-        prompts: Sequence[list[int]],
-        cap: int,
-        step: int,
-        pause_at: int | None = None,
-        keep: Callable[[list[Response]], Sequence[bool]] | None = None,
-    ) -> Rollout:
+    def run(self, engine: Engine, prompts: Sequence[list[int]], cap: int, step: int) -> Rollout:
         """Roll out a batch: one response a prompt. Nothing is stored before [`store`].
 
         All ranks call it, each with rows of its own, and make the same calls to their engines: where one rank has
@@ -92,38 +104,44 @@ class SpeculativeRollout(RolloutLedger):
                 Most tokens of a response.
             step (`int`):
                 Number, from 1, of the optimizer step that the rollout is for.
-            pause_at (`int`, *optional*):
-                Length at which responses halt for `keep`; those that end before are not asked about.
-            keep (callable, *optional*):
-                Says of each halted response whether it goes on; one that does not is finished as `pruned`.
 
         Raises:
-            ValueError: `pause_at` is below 1, or most drafts have scores that are no log-probs: a broken scorer.
+            ValueError: most drafts have scores that are no log-probs: a broken scorer.
         """
-        if pause_at is not None and pause_at < 1:
-            raise ValueError(f"pause_at is a length of at least 1 token, not {pause_at}: a response is never empty")
-        counts = RolloutCounts(rows=len(prompts))
         keys = [prompt_key(prompt) for prompt in prompts]
+        rows = list(range(len(prompts))) if self.pruning is None else self.pruning.starts(keys)
+        counts = RolloutCounts(rows=len(rows))
         responses = [
-            Response(prompt, key, slot) for prompt, key, slot in zip(prompts, keys, self._slots(keys), strict=True)
+            Response(prompts[row], keys[row], slot)
+            for row, slot in zip(rows, self._slots([keys[row] for row in rows]), strict=True)
         ]
         with timed(counts, "lookup_s"):
             self._look_up(responses, cap, step, engine.max_context, counts)
         with timed(counts, "verify_s"):
             self._verify(responses, engine, counts)
             self._accept(responses, cap, step)
+        rollout = Rollout(responses, cap, step, counts)
+        if self.pruning is not None:
+            self._prune(rollout, engine, keys)
+        before = counts.generated_tokens
         with timed(counts, "generate_s"):
-            if pause_at is None or keep is None:
-                self._generate(responses, engine, cap, cap, counts)
-            else:
-                self._generate(responses, engine, cap, pause_at, counts)
-                halted = [response for response in responses if response.finish_reason is None]
-                for response, goes_on in zip(halted, keep(halted), strict=True):
-                    if not goes_on:
-                        response.finish_reason = "pruned"
-                self._generate(responses, engine, cap, cap, counts)
-        self._count(responses, counts)
-        return Rollout(responses, cap, step, counts)
+            self._generate(rollout.responses, engine, cap, cap, counts)
+        if self.pruning is not None:
+            counts.went_on_tokens += counts.generated_tokens - before
+        self._count(rollout)
+        return rollout
+
+    def _prune(self, rollout: Rollout, engine: Engine, keys: list[bytes]) -> None:
+        """Generate up to the detection length, and keep what survives there."""
+        assert self.pruning is not None
+        counts, halt = rollout.counts, self.pruning.settings.detection_length
+        with timed(counts, "generate_s"):
+            self._generate(rollout.responses, engine, rollout.cap, halt, counts)
+        with timed(counts, "judge_s"):
+            rollout.responses, rollout.pruned, rollout.judged = self.pruning.prune(
+                rollout.responses, keys, cast(ObservingEngine, engine), rollout.step, counts
+            )
+        counts.went_on_rows += sum(response.finish_reason is None for response in rollout.responses)
 
     def store(
         self,
@@ -144,24 +162,33 @@ class SpeculativeRollout(RolloutLedger):
         counts = rollout.counts
         if rewards is not None:
             self._count_rewards(rollout.responses, rewards, counts)
+            if self.pruning is not None:
+                with timed(counts, "learn_s"):
+                    self.pruning.learn(rollout.judged, rollout.responses, rewards)
         with timed(counts, "store_s"):
-            trajectories = []
-            for row, response in enumerate(rollout.responses):
-                trajectory = response.trajectory(
+            made = [
+                response.trajectory(
                     rollout.cap,
                     rollout.step,
                     None if logprobs is None else logprobs[row],
                     None if rewards is None else rewards[row],
                 )
-                if trajectory is None:
-                    counts.unstored_rows += 1
-                else:
-                    trajectories.append(trajectory)
+                for row, response in enumerate(rollout.responses)
+            ] + [response.trajectory(rollout.cap, rollout.step) for response in rollout.pruned]
+            trajectories = [trajectory for trajectory in made if trajectory is not None]
+            counts.unstored_rows += len(made) - len(trajectories)
             counts.unstored_rows += self._keep(trajectories)
             if from_others := self._from_other_nodes(trajectories, counts):
                 self._keep(from_others)
         # Once all ranks are here, all have stored: no look-up for a later step can come too early.
         self.observe(totals(self.ranks.gather(counts)))
+
+    def take_metrics(self) -> dict[str, float]:
+        """See [`RolloutLedger.take_metrics`]; with pruning, what its pruner says of itself comes with them."""
+        metrics = super().take_metrics()
+        if metrics and self.pruning is not None:
+            metrics |= self.pruning.pruner.metrics()
+        return metrics
 
     def _keep(self, trajectories: list[Trajectory]) -> int:
         """Put trajectories into the cache of this node; returns how many it did not take."""
@@ -241,9 +268,9 @@ class SpeculativeRollout(RolloutLedger):
             response.extend(continuation, cap, until, counts)
 
     @staticmethod
-    def _count(responses: list[Response], counts: RolloutCounts) -> None:
-        for response in responses:
-            response.count(counts)
+    def _count(rollout: Rollout) -> None:
+        for response in rollout.responses + rollout.pruned:
+            response.count(rollout.counts)
 
     @staticmethod
     def _count_rewards(responses: list[Response], rewards: Sequence[float], counts: RolloutCounts) -> None:

@@ -7,15 +7,21 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from specrl_plugins import ReuseRule, RolloutCounts
 from specrl_plugins.cache import CacheWriteError
+from specrl_plugins.pruning import Pruner, PruningSettings
 from specrl_plugins.ranks import leads_node, together
 from specrl_plugins.report import RUN_LOG
 from trl_integration.checks import warm_share
 
 logger = logging.getLogger(__name__)
+
+PRUNER_FILE = "spec_pruner.pt"
+"""What a pruner has learned, in the folder of a checkpoint."""
 
 
 class RunLog(TrainerCallback):
@@ -82,6 +88,21 @@ class SpecRolloutCallback(RunLog):
         core.cache.checkpoint(state.global_step, forget=False)
         if not state.is_world_process_zero:
             return
+        if core.pruning is not None:
+            self._announce_pruning(args, core.pruning.settings)
+        if args.use_spec_rollout:  # type: ignore[attr-defined]
+            self._announce_reuse(args)
+
+    @staticmethod
+    def _announce_pruning(args: TrainingArguments, settings: PruningSettings) -> None:
+        trained = args.num_generations  # type: ignore[attr-defined]
+        print(
+            f"Online pruning: {settings.starts(trained)} completions of a prompt start and {trained} of them survive, "
+            f"judged after {settings.detection_length} tokens; {settings.warmup_steps} rollouts of warm-up."
+        )
+
+    def _announce_reuse(self, args: TrainingArguments) -> None:
+        core = self.trainer.spec_rollout
         if len(set(core.ranks.nodes)) > 1 and args.spec_cache_dir is None:  # type: ignore[attr-defined]
             logger.warning(
                 "The caches of %d nodes lie beside each other in `output_dir`. If that is a network file system, on "
@@ -130,6 +151,7 @@ class SpecRolloutCallback(RunLog):
         total = self.trainer.spec_rollout.total
         if (
             not self._warned_no_draft
+            and args.use_spec_rollout  # type: ignore[attr-defined]
             and (state.epoch or 0) - self._first_epoch > 1.5
             and not total.draft_rows
             and not total.paused_rows
@@ -143,6 +165,9 @@ class SpecRolloutCallback(RunLog):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         core = self.trainer.spec_rollout
+        if core.pruning is not None and state.is_world_process_zero:
+            checkpoint = Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            torch.save(core.pruning.pruner.state_dict(), checkpoint / PRUNER_FILE)
         # Once all ranks are here, the checkpoint is whole. If one is killed before, the cache is still as the one
         # before it needs it.
         core.ranks.gather(None)
@@ -158,6 +183,15 @@ class SpecRolloutCallback(RunLog):
         if state.is_world_process_zero and core.total.completion_tokens:
             print("\n" + summary(core.total, core.guard.plain_cost))  # a progress bar may still have the line
         core.cache.release()
+
+
+def load_pruner(pruner: Pruner, checkpoint: str | Path) -> None:
+    """Let a pruner go on from what it had learned at a checkpoint; one that was made without a pruner leaves it new."""
+    path = Path(checkpoint) / PRUNER_FILE
+    if path.is_file():
+        pruner.load_state_dict(torch.load(path, weights_only=True))
+    else:
+        logger.warning("%s has no %s: pruning begins with a warm-up of its own.", checkpoint, PRUNER_FILE)
 
 
 def summary(total: RolloutCounts, plain_cost: float | None) -> str:

@@ -38,30 +38,39 @@ def check_config(args: Any) -> None:
     Raises:
         UnsupportedSetting: naming every such setting, why, and what to do.
     """
-    _refuse(_unsupported_settings(args))
+    _refuse(args, _unsupported_settings(args))
 
 
 def check_trainer(trainer: Any) -> None:
     """Refuse what can only be seen on a built trainer, see [`check_config`]."""
-    _refuse(_unsupported_parts(trainer))
+    _refuse(trainer.args, _unsupported_parts(trainer))
 
 
-def _refuse(reasons: Iterator[str]) -> None:
+def _refuse(args: Any, reasons: Iterator[str]) -> None:
     if lines := list(reasons):
+        flag = "use_spec_rollout" if args.use_spec_rollout else "spec_prune"
         raise UnsupportedSetting(
-            "`use_spec_rollout=True` does not work with:\n  " + "\n  ".join(lines) + "\nChange these, or set "
-            "`use_spec_rollout=False`."
+            f"`{flag}=True` does not work with:\n  " + "\n  ".join(lines) + f"\nChange these, or set `{flag}=False`."
         )
 
 
 def _unsupported_settings(args: Any) -> Iterator[str]:
-    if args.push_to_hub and Path(args.output_dir).absolute() in args.cache_directory().absolute().parents:
+    if args.use_spec_rollout and args.push_to_hub and Path(args.output_dir).absolute() in args.cache_directory().absolute().parents:
         yield (
             "`push_to_hub=True` with the cache below `output_dir`: all of it would be uploaded. Set `spec_cache_dir` "
             "to a folder elsewhere."
         )
     if args.max_completion_length is None:
         yield "`max_completion_length=None`: a response that was cut is continued up to this cap. Set one."
+        return
+    if args.spec_prune and args.spec_prune_detection_length >= args.max_completion_length:
+        yield (
+            f"`spec_prune_detection_length={args.spec_prune_detection_length}` with "
+            f"`max_completion_length={args.max_completion_length}`: every completion would end before it is judged. "
+            "Set it to where most are still going on."
+        )
+    if args.spec_prune and args.spec_verifier == "engine":
+        yield "`spec_prune=True` with `spec_verifier='engine'`: completions are judged by the trainer's forward."
     if args.spec_verifier == "engine" and not args.use_vllm:
         yield "`spec_verifier='engine'` without `use_vllm=True`: there is no engine. Use `'trainer'`."
     yield from _unsupported_distribution(args)
@@ -172,7 +181,7 @@ def warn_of_little_use(trainer: Any) -> None:
             "The model has dropout, so the same tokens score differently each time, and drafts are rejected for "
             "nothing. Set `disable_dropout=True`."
         )
-    seen = epochs(trainer)
+    seen = epochs(trainer) if trainer.args.use_spec_rollout else None
     if seen is not None and math.ceil(seen) <= 1:
         logger.warning(
             "`use_spec_rollout=True` cannot help here: training sees each prompt %.2g times. Reuse begins when a "

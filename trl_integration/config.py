@@ -9,6 +9,7 @@ from pathlib import Path
 from trl import GRPOConfig, RLOOConfig
 
 from specrl_plugins import ReusePolicy, ReuseRule
+from specrl_plugins.pruning import PruningSettings
 
 
 @dataclass
@@ -44,6 +45,20 @@ class SpecRolloutArguments:
         spec_guard (`bool`, *optional*, defaults to `True`):
             Whether to pause reuse for some batches where verifying is measured to cost more than it saves. The pauses
             depend on timing: switch it off for runs that must repeat exactly.
+        spec_prune (`bool`, *optional*, defaults to `False`):
+            Whether to prune rollouts online: `num_generations` completions of a prompt are trained on, more are
+            started, and those that look like teaching least are given up on the way. Works with reuse and without.
+        spec_prune_detection_length (`int`, *optional*, defaults to `512`):
+            Tokens of a completion after which it is judged.
+        spec_prune_oversample (`float`, *optional*, defaults to `2.0`):
+            Completions that are started for each one that is trained on.
+        spec_prune_target_share (`float`, *optional*, defaults to `0.5`):
+            Share of successes that the completions that are trained on should have, where that can be had.
+        spec_prune_warmup_steps (`int`, *optional*, defaults to `20`):
+            Rollouts from which the judge learns before it may prune. Until then no more are started than are trained
+            on.
+        spec_prune_success_reward (`float`, *optional*, defaults to `0.5`):
+            A completion whose reward is above this is a success.
     """
 
     use_spec_rollout: bool = field(
@@ -106,10 +121,39 @@ class SpecRolloutArguments:
             "The pauses depend on timing: switch it off for runs that must repeat exactly."
         },
     )
+    spec_prune: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to prune rollouts online: `num_generations` completions of a prompt are trained on, more "
+            "are started, and those that look like teaching least are given up on the way. Works with reuse and without."
+        },
+    )
+    spec_prune_detection_length: int = field(
+        default=512, metadata={"help": "Tokens of a completion after which it is judged."}
+    )
+    spec_prune_oversample: float = field(
+        default=2.0, metadata={"help": "Completions that are started for each one that is trained on."}
+    )
+    spec_prune_target_share: float = field(
+        default=0.5,
+        metadata={
+            "help": "Share of successes that the completions that are trained on should have, where that can be had."
+        },
+    )
+    spec_prune_warmup_steps: int = field(
+        default=20,
+        metadata={
+            "help": "Rollouts from which the judge learns before it may prune. Until then no more are started than are "
+            "trained on."
+        },
+    )
+    spec_prune_success_reward: float = field(
+        default=0.5, metadata={"help": "A completion whose reward is above this is a success."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes next in every class that mixes this in
-        for name in ("use_spec_rollout", "spec_guard"):
+        for name in ("use_spec_rollout", "spec_guard", "spec_prune"):
             if not isinstance(getattr(self, name), bool):  # any string would count as true
                 raise ValueError(f"`{name}` is True or False, not {getattr(self, name)!r}.")
         if self.spec_verifier not in ("trainer", "engine"):
@@ -126,6 +170,10 @@ class SpecRolloutArguments:
             raise ValueError(f"spec_{error}") from error
         if self.spec_log_lenience < 0:  # the core knows what it means, but a user who sets it means something else
             raise ValueError(f"spec_log_lenience is 0 or more nats (the log of a factor), not {self.spec_log_lenience}")
+        try:
+            self.pruning_settings()
+        except ValueError as error:  # likewise
+            raise ValueError(f"spec_prune_{error}") from error
 
     def reuse_policy(self) -> ReusePolicy:
         """The core's policy of these settings."""
@@ -135,6 +183,16 @@ class SpecRolloutArguments:
             refresh_rate=self.spec_refresh_rate,
             carry_limit=self.spec_carry_limit,
             seed=self.seed,  # type: ignore[attr-defined]
+        )
+
+    def pruning_settings(self) -> PruningSettings:
+        """The pruner's settings of these."""
+        return PruningSettings(
+            detection_length=self.spec_prune_detection_length,
+            oversample=self.spec_prune_oversample,
+            target_share=self.spec_prune_target_share,
+            warmup_steps=self.spec_prune_warmup_steps,
+            success_reward=self.spec_prune_success_reward,
         )
 
     def cache_directory(self, node: int = 0) -> Path:

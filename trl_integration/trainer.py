@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer, RLOOTrainer
+from transformers.trainer_utils import get_last_checkpoint
 from trl.models.utils import disable_gradient_checkpointing
 
 from specrl_plugins import (
@@ -31,13 +33,17 @@ from specrl_plugins import (
     SpeculativeRollout,
     TrajectoryCache,
     VerificationGuard,
+    prompt_key,
 )
 from specrl_plugins.fingerprint import content_hash
-from trl_integration.callback import SpecRolloutCallback
+from specrl_plugins.no_cache import NoCache
+from specrl_plugins.pruning import GroupPruning, Pruner
+from trl_integration.callback import SpecRolloutCallback, load_pruner
 from trl_integration.checks import UnsupportedSetting, check_config, check_trainer, warn_of_little_use
 from trl_integration.config import SpecRolloutArguments
 from trl_integration.continuous_batching import recorded_generate_batch
 from trl_integration.distribution import SampledDistribution
+from trl_integration.hidden_states import last_hidden_states
 from trl_integration.ranks import EngineRanks, TrainingRanks
 from trl_integration.sampling import recorded_generate
 
@@ -46,18 +52,37 @@ if TYPE_CHECKING:
 
 
 class _TrainerEngine:
-    """The trainer as the engine of a rollout: its forward scores, its rollout call generates."""
+    """The trainer as the engine of a rollout: its forward scores and observes, its rollout call generates."""
 
     def __init__(self, trainer: SpecRolloutMixin, generate: Callable[..., list[Continuation]]):
         self.trainer = trainer
         self.generate = generate
+        # What verifying a draft has shown of its head, by prompt and head: it need not be computed again.
+        self._observed: dict[tuple[bytes, bytes], tuple[NDArray, NDArray]] = {}
 
     @property
     def max_context(self) -> int | None:
         return self.trainer.spec_max_model_len
 
     def score(self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]) -> list[NDArray]:
-        return self.trainer.spec_score(prompts, continuations)
+        pruning = self.trainer.spec_rollout.pruning
+        if pruning is None:
+            return self.trainer.spec_score(prompts, continuations)
+        length = pruning.settings.detection_length
+        scored, states = self.trainer.spec_observe(prompts, continuations, length)
+        for prompt, tokens, logprobs, state in zip(prompts, continuations, scored, states, strict=True):
+            self._observed[prompt_key(prompt), tokens[:length].tobytes()] = logprobs[:length], state
+        return scored
+
+    def observe(
+        self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]
+    ) -> tuple[list[NDArray], NDArray[np.float32]]:
+        heads = [(prompt_key(prompt), tokens.tobytes()) for prompt, tokens in zip(prompts, continuations, strict=True)]
+        new = [row for row, head in enumerate(heads) if head not in self._observed]
+        scored, states = self.trainer.spec_observe([prompts[row] for row in new], [continuations[row] for row in new])
+        self._observed |= {heads[row]: seen for row, *seen in zip(new, scored, states, strict=True)}
+        logprobs, hidden = zip(*(self._observed[head] for head in heads), strict=True)
+        return list(logprobs), np.stack(hidden)
 
 
 class SpecRolloutMixin:
@@ -65,7 +90,7 @@ class SpecRolloutMixin:
 
     Attributes:
         spec_rollout (`SpeculativeRollout`, *optional*):
-            The core. `None` where `use_spec_rollout` is `False`: then every method here is TRL's.
+            The core. `None` where neither `use_spec_rollout` nor `spec_prune` is set: then every method here is TRL's.
     """
 
     # Whether TRL's `_generate_single_turn` returns the sampling log-probs beside the ids.
@@ -79,7 +104,7 @@ class SpecRolloutMixin:
         self._rollout: Rollout | None = None  # from `_generate_single_turn` until it is stored
         self._scored: list[NDArray] | None = None  # its log-probs by the trainer's forward, once TRL asked for them
         self._rewards: list[float] | None = None
-        if not isinstance(config, SpecRolloutArguments) or not config.use_spec_rollout:
+        if not isinstance(config, SpecRolloutArguments) or not (config.use_spec_rollout or config.spec_prune):
             super().__init__(*args, **kwargs)
             return
         check_config(config)
@@ -89,13 +114,17 @@ class SpecRolloutMixin:
         sampler = "vllm" if self.use_vllm else "transformers"
         self._sampled = SampledDistribution(self.temperature, self.top_k, self.top_p, self.min_p, sampler)
         fingerprint, ranks = self._fingerprint(), TrainingRanks(self.accelerator)
-        directory = config.cache_directory(ranks.nodes[ranks.index])
+        cache = NoCache()
+        if config.use_spec_rollout:
+            directory = config.cache_directory(ranks.nodes[ranks.index])
+            cache = TrajectoryCache(directory, fingerprint, config.spec_cache_max_mib)
         self.spec_rollout = SpeculativeRollout(
-            cache=TrajectoryCache(directory, fingerprint, config.spec_cache_max_mib),
+            cache=cache,
             policy=config.reuse_policy(),
             vocab_size=fingerprint.vocab_size,
             guard=VerificationGuard(may_pause=config.spec_guard),
             ranks=ranks,
+            pruning=GroupPruning(self._pruner(config), ranks) if config.spec_prune else None,
         )
         self.spec_max_model_len: int | None = None
         if self.use_vllm:
@@ -119,6 +148,23 @@ class SpecRolloutMixin:
             shared = EngineRanks(generation.tp_group) if generation.tensor_parallel_size > 1 else None
             self.spec_max_model_len = generation.llm.llm_engine.model_config.max_model_len
             generation.llm = self._intercepted = InterceptedLLM(generation.llm, shared)
+
+    def _pruner(self, config: SpecRolloutArguments) -> Pruner:
+        return Pruner(
+            self.model.config.get_text_config().hidden_size,
+            config.pruning_settings(),
+            seed=self.args.seed,
+            device=self.accelerator.device,
+        )
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; a pruner goes on from what it had learned at the checkpoint."""
+        core = self.spec_rollout
+        if core is not None and core.pruning is not None and resume_from_checkpoint:
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            load_pruner(core.pruning.pruner, resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _fingerprint(self) -> Fingerprint:
         vocabulary = self._tokenizer.get_vocab()
@@ -213,9 +259,41 @@ class SpecRolloutMixin:
     def spec_score(
         self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]
     ) -> list[NDArray[np.float32]]:
-        """Log-probs of continuations by the trainer's forward, see [`specrl_plugins.Engine.score`].
+        """Log-probs of continuations by the trainer's forward, see [`specrl_plugins.Engine.score`]."""
+        return self._spec_forward(prompts, continuations)
 
-        They are of the distribution that is sampled. Where its support is cut (top-k, top-p, min-p) they differ from
+    def spec_observe(
+        self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]], length: int | None = None
+    ) -> tuple[list[NDArray[np.float32]], NDArray[np.float32]]:
+        """Log-probs as [`spec_score`], and hidden states, see [`specrl_plugins.engine.ObservingEngine.observe`].
+
+        Args:
+            prompts (`batch` lists of `prompt tokens` ids).
+            continuations (`batch` arrays of shape `(tokens,)`).
+            length (`int`, *optional*): number, from 1, of the token whose state is wanted, in continuations that are
+                longer. Defaults to the last one of each.
+        """
+        hidden = np.empty((len(prompts), self.model.config.get_text_config().hidden_size), np.float32)
+        ends = [len(tokens) if length is None else min(len(tokens), length) for tokens in continuations]
+
+        def take(rows: list[int], states: torch.Tensor) -> None:
+            columns = torch.tensor([ends[row] - 1 for row in rows], device=states.device)
+            hidden[rows] = states[torch.arange(len(rows), device=states.device), columns].float().cpu().numpy()
+
+        return self._spec_forward(prompts, continuations, take), hidden
+
+    def _spec_forward(
+        self,
+        prompts: Sequence[list[int]],
+        continuations: Sequence[NDArray[np.int32]],
+        take: Callable[[list[int], torch.Tensor], None] | None = None,
+    ) -> list[NDArray[np.float32]]:
+        """Forwards over prompts and continuations; returns the log-probs of the latter.
+
+        `take` is called with the rows of each forward and the last layer's states, of shape `(rows, tokens, hidden)`,
+        at the tokens of their continuations.
+
+        Log-probs are of the distribution that is sampled. Where its support is cut (top-k, top-p, min-p) they differ from
         those that TRL's own forward returns and TRL's loss is made of, which know of the temperature only.
 
         In batches of `per_device_train_batch_size` rows of similar length, so that little is padded; as many on each
@@ -233,7 +311,9 @@ class SpecRolloutMixin:
         batches = [order[start : start + size].tolist() for start in range(0, len(order), size)]
         most = max(self.spec_rollout.ranks.gather(len(batches)))
         batches += [[]] * (most - len(batches))
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+        observing = nullcontext() if take is None else last_hidden_states(self.accelerator.unwrap_model(self.model))
+        without_checkpoints = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), without_checkpoints, observing as states:
             for rows in batches:
                 left = [prompts[row] for row in rows] or [[pad_id]]
                 right = [continuations[row] for row in rows] or [[pad_id]]
@@ -251,6 +331,10 @@ class SpecRolloutMixin:
                 lines = logprobs.float().cpu().numpy()
                 for row, line in zip(rows, lines[: len(rows)], strict=True):
                     scored[row] = line[: len(continuations[row])]
+                if take is not None and states is not None:
+                    if rows:
+                        take(rows, states[-1][: len(rows), -ids[1].size(1) :])
+                    states.clear()
         return scored
 
     def _get_per_token_logps_and_entropies(
@@ -307,7 +391,7 @@ class SpecRolloutMixin:
     @staticmethod
     def _count_spared(rollout: Rollout, rows: list[int]) -> None:
         """Rows handed back spare their share of the seconds that verifying took."""
-        verified = [r for r in rollout.responses if r.draft is not None]
+        verified = [r for r in rollout.responses + rollout.pruned if r.draft is not None]
         spared = sum(len(r.prompt) + len(r.tokens) for r in (rollout.responses[row] for row in rows))
         if spared:
             scored = sum(len(r.prompt) + len(r.draft_tokens) for r in verified)
