@@ -1,0 +1,90 @@
+"""The track record: how well responses were judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrl_plugins.pruning.discrimination import auc
+
+
+class TrackRecord:
+    """What was said of the most recent rows before their reward was known, and what became of them.
+
+    Args:
+        window (`int`, *optional*, defaults to `2048`): rows that are remembered.
+    """
+
+    def __init__(self, window: int = 2048):
+        self._window = window
+        self._rows: dict[str, NDArray] = {
+            "scores": np.zeros(0),
+            "chances": np.zeros(0),
+            "labels": np.zeros(0),
+            "weights": np.zeros(0),
+            "control": np.zeros(0, np.bool_),
+            "groups": np.zeros(0, np.int64),
+        }
+        self._groups = 0
+        self._auc_in_groups: tuple[float, float] | None = None
+
+    def add(
+        self, scores: NDArray, chances: NDArray, labels: NDArray, weights: NDArray, control: NDArray, groups: NDArray
+    ) -> None:
+        """Rows of one step.
+
+        Args:
+            scores, chances (`NDArray` of shape `(rows,)`): the head's, and the calibrator's, before they learned.
+            labels (`NDArray` of shape `(rows,)`): 1 for a success, 0 for a failure.
+            weights (`NDArray` of shape `(rows,)`): how many responses each stands for, above 0.
+            control (`NDArray[np.bool_]` of shape `(rows,)`): whether the head had no say in the row's group.
+            groups (`NDArray[np.int64]` of shape `(rows,)`): number of the row's group in this step, from 0.
+        """
+        new = {
+            "scores": scores,
+            "chances": chances,
+            "labels": labels,
+            "weights": weights,
+            "control": control,
+            "groups": self._groups + groups,  # the same prompt at another step is another group
+        }
+        self._groups += int(groups.max()) + 1
+        self._rows = {name: np.concatenate([old, new[name]])[-self._window :] for name, old in self._rows.items()}
+        self._measure()
+
+    @property
+    def auc_in_groups(self) -> tuple[float, float] | None:
+        """AUC of the scores within groups, and its standard error where they mean nothing."""
+        return self._auc_in_groups
+
+    def metrics(self) -> dict[str, float]:
+        """What can be told so far, by names that follow `prune/`."""
+        rows = self._rows
+        if not len(rows["labels"]):
+            return {}
+        right = (rows["chances"] > 0.5) == (rows["labels"] == 1)
+        metrics = {"head_accuracy": float(np.average(right, weights=rows["weights"]))}
+        overall = auc(rows["scores"], rows["labels"], rows["weights"], np.zeros(len(rows["labels"]), np.int64))
+        if overall is not None:
+            metrics["head_auc"] = overall[0]
+        if self._auc_in_groups is not None:
+            metrics["head_auc_in_groups"] = self._auc_in_groups[0]
+        if not rows["control"].all():
+            metrics["survivor_positive_rate"] = float(rows["labels"][~rows["control"]].mean())
+        if rows["control"].any():
+            metrics["positive_rate_unpruned"] = float(rows["labels"][rows["control"]].mean())
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """All rows, as plain numbers."""
+        return {"rows": {name: values.tolist() for name, values in self._rows.items()}, "groups": self._groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rows = {name: np.array(state["rows"][name], old.dtype) for name, old in self._rows.items()}
+        self._groups = state["groups"]
+        self._measure()
+
+    def _measure(self) -> None:
+        self._auc_in_groups = auc(*(self._rows[name] for name in ("scores", "labels", "weights", "groups")))
