@@ -123,7 +123,7 @@ class RolloutCounts:
         | `spec/time/spared_s` | seconds of the trainer's log-prob pass that verification saved |
         | `prune/pruned_fraction` | responses given up at the detection length / responses started |
         | `prune/saved_tokens` | tokens that these were not sampled: an estimate, by the mean of those that went on |
-        | `prune/time/judge_s`, `learn_s` | seconds of judging, and of learning to |
+        | `prune/time/judge_s`, `prune/time/learn_s` | seconds of judging, and of learning to |
 
         `spec/cache_rows` and `spec/cache_mib`, and those of the pruner, are added by
         [`SpeculativeRollout.take_metrics`].

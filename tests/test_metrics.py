@@ -35,11 +35,17 @@ BATCH = RolloutCounts(
     corrected_rows=8,
     masked_rows=2,
     exchanged_bytes=2**19,
+    judged_rows=8,
+    pruned_rows=2,
+    went_on_rows=3,
+    went_on_tokens=60,
     lookup_s=0.1,
     verify_s=0.4,
     generate_s=2.0,
     store_s=0.2,
     spared_s=0.3,
+    judge_s=0.5,
+    learn_s=0.6,
 )
 
 
@@ -70,14 +76,15 @@ def test_ratios_have_the_denominators_that_they_name():
         "time/store_s": 0.2,
         "time/spared_s": 0.3,
     }
-    assert {name.removeprefix("spec/") for name in metrics} == set(expected)
-    for name, value in expected.items():
-        assert metrics[f"spec/{name}"] == pytest.approx(value), name
+    pruning = {"pruned_fraction": 0.25, "saved_tokens": 2 * 20, "time/judge_s": 0.5, "time/learn_s": 0.6}
+    named = {f"spec/{name}": value for name, value in expected.items()}
+    named |= {f"prune/{name}": value for name, value in pruning.items()}
+    assert metrics == pytest.approx(named)
 
 
 def test_every_metric_is_documented():
     table = RolloutCounts.metrics.__doc__
-    documented = set(re.findall(r"`(?:spec/)?(?:time/)?([a-z_]+)`", table))
+    documented = set(re.findall(r"`(?:spec/|prune/)?(?:time/)?([a-z_]+)`", table))
     of_the_cache = {"cache_rows", "cache_mib"}  # added by `SpeculativeRollout.take_metrics`
     assert {name.split("/")[-1] for name in BATCH.metrics()} | of_the_cache == documented
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import make_trajectory
 from disk import full_disk
-from frequencies import SURPRISE, chi_square, homogeneity
+from frequencies import SURPRISE, chi_square
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tabular import TabularEngine, likeliest, random_table
@@ -36,9 +36,9 @@ def speculative(directory, vocab_size=VOCAB, **policy) -> SpeculativeRollout:
     return SpeculativeRollout(cache, ReusePolicy(**policy), vocab_size, VerificationGuard(may_pause=False))
 
 
-def visit(rollout, engine, prompts=PROMPTS, cap=12, step=1, **options):
+def visit(rollout, engine, prompts=PROMPTS, cap=12, step=1):
     """One rollout, stored."""
-    done = rollout.run(engine, prompts, cap, step, **options)
+    done = rollout.run(engine, prompts, cap, step)
     rollout.store(done)
     return done
 
@@ -459,91 +459,6 @@ def test_damaged_cache_does_not_stop_training(tmp_path):
     assert len(list(tmp_path.glob("damaged-*.sqlite"))) == 1
 
 
-# -- two legs
-
-
-def test_pruned_rows_end_where_they_halted_and_the_others_go_on(tmp_path):
-    engine = TabularEngine(OLD, ends=(0, 7))
-    rollout = speculative(tmp_path, rule="full")
-    asked = []
-
-    def keep(halted):
-        asked.extend(halted)
-        assert all(len(response.tokens) == 4 and response.finish_reason is None for response in halted)
-        return [i % 2 == 0 for i in range(len(halted))]
-
-    done = visit(rollout, engine, pause_at=4, keep=keep)
-    check_responses(done, engine)
-    assert 4 < len(asked) < len(PROMPTS)
-    assert [response.finish_reason == "pruned" for response in asked] == [i % 2 == 1 for i in range(len(asked))]
-    assert all(len(response.tokens) == 4 for response in asked[1::2])
-    assert all(len(response.tokens) > 4 for response in asked[::2])
-    assert engine.generate_calls == [len(PROMPTS), len(asked[::2])]
-
-    # At the next visit the pruned ones are drafts like any other, and are continued.
-    again = visit(rollout, engine, step=2)
-    check_responses(again, engine)
-    assert engine.generate_calls[2:] == [len(asked[1::2])]
-    for before, after in zip(done.responses, again.responses, strict=True):
-        assert after.prefix == len(before.tokens)
-        assert (len(after.tokens) > len(before.tokens)) == (before.finish_reason == "pruned")
-        assert after.finish_reason != "pruned"
-
-
-def test_long_prefix_halts_at_its_own_length(tmp_path):
-    rollout = speculative(tmp_path, rule="full")
-    draft = make_trajectory(PROMPTS[0], tokens=np.full(6, 3, np.int32), length=6, finish_reason="length", cap=6)
-    rollout.cache.put_many([draft])
-    engine = TabularEngine(OLD)
-    halted = []
-    done = rollout.run(
-        engine,
-        PROMPTS[:1],
-        12,
-        step=2,
-        pause_at=4,
-        keep=lambda rows: [halted.append(len(r.tokens)) or False for r in rows],
-    )
-    assert halted == [6] and engine.generate_calls == []
-    assert done.responses[0].finish_reason == "pruned" and len(done.responses[0].tokens) == 6
-
-
-def test_pause_at_or_beyond_the_cap_asks_about_nothing(tmp_path):
-    engine = TabularEngine(OLD)
-    for pause_at in (6, 9):
-        done = speculative(tmp_path).run(
-            engine, PROMPTS, 6, step=1, pause_at=pause_at, keep=lambda rows: [False] * len(rows)
-        )
-        check_responses(done, engine)
-        assert not any(response.finish_reason == "pruned" for response in done.responses)
-
-
-@pytest.mark.slow
-def test_two_legs_sample_what_one_leg_does(tmp_path):
-    """10,000 rows each way: lengths, and tokens after the pause, by chi-square of homogeneity, deviate below 4."""
-    rows, prompt, cap, pause = 10000, [3, 5], 8, 3
-    rollout = speculative(tmp_path)
-    one = rollout.run(TabularEngine(OLD, seed=1), [prompt] * rows, cap, step=1)
-    two = rollout.run(
-        TabularEngine(OLD, seed=2),
-        [prompt] * rows,
-        cap,
-        step=1,
-        pause_at=pause,
-        keep=lambda halted: [True] * len(halted),
-    )
-
-    def lengths(done):
-        return np.bincount([len(response.tokens) for response in done.responses], minlength=cap + 1)[1:]
-
-    def fourth_tokens(done):
-        tokens = [response.tokens[pause] for response in done.responses if len(response.tokens) > pause]
-        return np.bincount(tokens, minlength=VOCAB)
-
-    assert homogeneity(lengths(one), lengths(two)) < SURPRISE
-    assert homogeneity(fourth_tokens(one), fourth_tokens(two)) < SURPRISE
-
-
 # -- metrics
 
 
@@ -642,11 +557,6 @@ def test_paused_guard_looks_nothing_up_but_goes_on_storing(tmp_path):
     assert done.counts.paused_rows == len(PROMPTS) and done.counts.draft_rows == 0
     assert not rollout.guard.paused
     assert rollout.cache.stats().oldest_step == 3
-
-
-def test_halting_before_the_first_token_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="pause_at"):
-        speculative(tmp_path).run(TabularEngine(OLD), PROMPTS, 12, step=1, pause_at=0, keep=lambda halted: [])
 
 
 def test_a_batch_of_the_same_step_is_no_draft(tmp_path):

@@ -87,8 +87,8 @@ def main(model: str, output: str, runs: str) -> None:
         gc.collect()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    # Threads of the frameworks, some of them daemons in C++ code, may abort an interpreter that goes under them. Of what
-    # was to be shown all is written by now.
+    # Threads of the frameworks, some of them daemons in C++ code, may abort an interpreter that goes under them. All
+    # that was to be shown is written by now.
     sys.stdout.flush()
     os._exit(0)
 

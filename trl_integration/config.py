@@ -125,7 +125,7 @@ class SpecRolloutArguments:
         default=False,
         metadata={
             "help": "Whether to prune rollouts online: `num_generations` completions of a prompt are trained on, more "
-            "are started, and those that look like teaching least are given up on the way. Works with reuse and without."
+            "are started, and those that look like teaching least are given up on the way."
         },
     )
     spec_prune_detection_length: int = field(

@@ -22,8 +22,8 @@ import torch
 from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
-from trl import GRPOTrainer, RLOOTrainer
 from transformers.trainer_utils import get_last_checkpoint
+from trl import GRPOTrainer, RLOOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from specrl_plugins import (
@@ -65,10 +65,9 @@ class _TrainerEngine:
         return self.trainer.spec_max_model_len
 
     def score(self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]) -> list[NDArray]:
-        pruning = self.trainer.spec_rollout.pruning
-        if pruning is None:
+        if not self.trainer.args.spec_prune:
             return self.trainer.spec_score(prompts, continuations)
-        length = pruning.settings.detection_length
+        length = self.trainer.args.spec_prune_detection_length
         scored, states = self.trainer.spec_observe(prompts, continuations, length)
         for prompt, tokens, logprobs, state in zip(prompts, continuations, scored, states, strict=True):
             self._observed[prompt_key(prompt), tokens[:length].tobytes()] = logprobs[:length], state
@@ -161,9 +160,10 @@ class SpecRolloutMixin:
         """As TRL's; a pruner goes on from what it had learned at the checkpoint."""
         core = self.spec_rollout
         if core is not None and core.pruning is not None and resume_from_checkpoint:
-            if resume_from_checkpoint is True:
-                resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
-            load_pruner(core.pruning.pruner, resume_from_checkpoint)
+            last = resume_from_checkpoint is True
+            checkpoint = get_last_checkpoint(self.args.output_dir) if last else resume_from_checkpoint
+            if checkpoint is not None:  # TRL says so where there is none
+                load_pruner(core.pruning.pruner, checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _fingerprint(self) -> Fingerprint:
@@ -293,8 +293,8 @@ class SpecRolloutMixin:
         `take` is called with the rows of each forward and the last layer's states, of shape `(rows, tokens, hidden)`,
         at the tokens of their continuations.
 
-        Log-probs are of the distribution that is sampled. Where its support is cut (top-k, top-p, min-p) they differ from
-        those that TRL's own forward returns and TRL's loss is made of, which know of the temperature only.
+        Log-probs are of the distribution that is sampled. Where its support is cut (top-k, top-p, min-p) they differ
+        from those that TRL's own forward returns and TRL's loss is made of, which know of the temperature only.
 
         In batches of `per_device_train_batch_size` rows of similar length, so that little is padded; as many on each
         rank, since a sharded model needs all ranks for a forward.

@@ -1,7 +1,7 @@
 """Pruning in a rollout: more responses start than are trained on, and at the detection length some are given up.
 
-A group is all that a step samples of one prompt, on whichever ranks. Its survivors are dealt back to the rows that asked
-for them, so that every rank trains on as many rows as it brought.
+A group is all that a step samples of one prompt, on whichever ranks. Its survivors are dealt back to the rows that
+asked for them, so that every rank trains on as many rows as it brought.
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ class GroupPruning:
             judgement.probabilities[rows],
             judgement.control[rows],
             np.array([reward for _, _, reward in rewarded], float),
+            [key for key, _, _ in rewarded],
         )
 
     def _deal(self, staying: list[Response], keys: Sequence[bytes]) -> list[Response]:

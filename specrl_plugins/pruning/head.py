@@ -87,11 +87,11 @@ class QualityHead:
         nn.init.zeros_(layer.bias)
         return layer
 
-    def scores(self, hidden: torch.Tensor) -> NDArray:
+    def scores(self, hidden: NDArray) -> NDArray:
         """Score of each response, from its hidden state.
 
         Args:
-            hidden (`torch.Tensor` of shape `(rows, hidden)`): last-layer hidden states, of any floating type.
+            hidden (`NDArray[np.float32]` of shape `(rows, hidden)`): last-layer hidden states.
 
         Returns:
             `NDArray[np.float64]` of shape `(rows,)`, between 0 and 1, exclusively; NaN where a hidden state is not
@@ -105,11 +105,11 @@ class QualityHead:
             logits = self._network(self._standardised(hidden)).squeeze(1).double().clamp(-30, 30)
             return torch.where(hidden.isfinite().all(1), torch.sigmoid(logits), torch.nan).cpu().numpy()
 
-    def learn(self, hidden: torch.Tensor, labels: NDArray, weights: NDArray) -> None:
+    def learn(self, hidden: NDArray, labels: NDArray, weights: NDArray) -> None:
         """Take examples into the buffer, and train.
 
         Args:
-            hidden (`torch.Tensor` of shape `(rows, hidden)`): last-layer hidden states, finite.
+            hidden (`NDArray[np.float32]` of shape `(rows, hidden)`): last-layer hidden states, finite.
             labels (`NDArray` of shape `(rows,)`): 1 for a success, 0 for a failure.
             weights (`NDArray` of shape `(rows,)`): how many responses each stands for, above 0.
 
@@ -155,11 +155,10 @@ class QualityHead:
                 loss.backward()
                 self._optimizer.step()
 
-    def _checked(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = torch.as_tensor(hidden).to(self.device, torch.float32)
+    def _checked(self, hidden: NDArray) -> torch.Tensor:
         if hidden.ndim != 2 or hidden.shape[1] != self.hidden_size:
-            raise ValueError(f"hidden states have the shape (rows, {self.hidden_size}), not {tuple(hidden.shape)}")
-        return hidden
+            raise ValueError(f"hidden states have the shape (rows, {self.hidden_size}), not {hidden.shape}")
+        return torch.as_tensor(hidden, dtype=torch.float32, device=self.device)
 
     def _standardised(self, hidden: torch.Tensor) -> torch.Tensor:
         return ((hidden - self._mean) / self._std).clamp(-5, 5)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from specrl_plugins.pruning.calibrator import Calibrator
@@ -81,8 +79,6 @@ class Pruner:
         self.calibrator = Calibrator()
         self._steps = 0
         self._record = TrackRecord()
-        self._judge_s = 0.0
-        self._seconds: dict[str, float] = {}
 
     @property
     def ready(self) -> bool:
@@ -94,7 +90,7 @@ class Pruner:
 
     def judge(
         self,
-        hidden: torch.Tensor,
+        hidden: NDArray,
         groups: Sequence[bytes],
         finished: NDArray,
         survivors: Mapping[bytes, int],
@@ -106,7 +102,7 @@ class Pruner:
         Decisions depend on seed, step, group and the scores of its rows, not on the order or the company of the rows.
 
         Args:
-            hidden (`torch.Tensor` of shape `(rows, hidden)`):
+            hidden (`NDArray[np.float32]` of shape `(rows, hidden)`):
                 Last-layer hidden state of the token at the detection length, or of the last token of a response that
                 ended before. A row that is not finite is judged as an average one.
             groups (`Sequence[bytes]` of length `rows`):
@@ -118,7 +114,6 @@ class Pruner:
             step (`int`):
                 Optimizer step the rollout is for.
         """
-        started = time.perf_counter()
         scores = self.head.scores(hidden)
         chances = self.calibrator.probabilities(scores)
         judgement = Judgement(
@@ -151,12 +146,11 @@ class Pruner:
             judgement.survives[rows] = draw(pi, rng)
             judgement.probabilities[rows] = marginal
             judgement.control[rows] = control
-        self._judge_s += time.perf_counter() - started
         return judgement
 
     def learn(
         self,
-        hidden: torch.Tensor,
+        hidden: NDArray,
         scores: NDArray,
         probabilities: NDArray,
         control: NDArray,
@@ -166,13 +160,12 @@ class Pruner:
         """Learn from the rows of a step that were kept, once their rewards are known.
 
         Args:
-            hidden (`torch.Tensor` of shape `(rows, hidden)`): as given to `judge`.
+            hidden (`NDArray[np.float32]` of shape `(rows, hidden)`): as given to `judge`.
             scores, probabilities, control (`NDArray` of shape `(rows,)`): of the judgement.
             rewards (`NDArray` of shape `(rows,)`): NaN where unknown; such rows are left out.
             groups (`Sequence[bytes]` of length `rows`, *optional*): group of each row. Without them, all rows of the
                 step are compared with each other.
         """
-        started = time.perf_counter()
         self._steps += 1
         known = np.flatnonzero(~np.isnan(rewards) & ~np.isnan(scores))
         if len(known):
@@ -191,9 +184,7 @@ class Pruner:
                 groups=numbers[known],
             )
             self.calibrator.update(scores[known], labels, weights)
-            self.head.learn(hidden[torch.from_numpy(known)], labels, weights)
-        self._seconds = {"judge_s": self._judge_s, "learn_s": time.perf_counter() - started}
-        self._judge_s = 0.0
+            self.head.learn(hidden[known], labels, weights)
 
     def metrics(self) -> dict[str, float]:
         """How the head does, and what pruning does to success rates. What cannot be told yet is left out.
@@ -207,15 +198,13 @@ class Pruner:
         | `prune/calibration_error` | mean distance of calibrated chance and success rate |
         | `prune/survivor_positive_rate` | successes / survivors in groups in which the head chose |
         | `prune/positive_rate_unpruned` | successes / rows in groups in which it did not |
-        | `prune/time/judge_s`, `learn_s` | seconds of judging and learning in the last step |
 
-        All but the calibration error and the seconds are over the rows of the track record, the most recent ones with
+        All but the calibration error are over the rows of the track record, the most recent ones with
         a reward; accuracy and AUC weigh them as labels are weighed.
         """
         metrics = {"ready": float(self.ready)} | self._record.metrics()
         if self.calibrator.error is not None:
             metrics["calibration_error"] = self.calibrator.error
-        metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         return {f"prune/{name}": value for name, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
