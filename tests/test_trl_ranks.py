@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("trl")
 
+import trl_pruning
 import trl_tools
 from trl_runs import CONTINUOUS_BATCHING, CheckedGRPOTrainer, build, history, settings
 
@@ -121,6 +122,8 @@ def data_parallel(tiny_model, tmp_path_factory):
         "lora-cut": ROWS | dict(top_k=20, min_p=0.05, lora=dict(r=4, target_modules=["q_proj"]), learning_rate=1e-2),
         "lora": ROWS | lora,
         "continuous batching": ROWS | lora | CONTINUOUS_BATCHING,
+        # Twelve rows of a rank: its second prompt's group straddles the ranks.
+        "pruned": trl_pruning.SETTINGS | dict(per_device_train_batch_size=12, num_train_epochs=16),
     }
     return output, train(tiny_model, output, runs)
 
@@ -128,6 +131,18 @@ def data_parallel(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize("name", ["grpo", "rloo", "lora", "lora-cut", "continuous batching"])
 def test_every_rank_finds_what_any_rank_made(data_parallel, name):
     check(data_parallel[1][name])
+
+
+def test_pruned_groups_straddle_ranks(data_parallel):
+    """Each rank trains on its own rows, of survivors that any rank sampled; the first one's pruner decides for all."""
+    first, second = data_parallel[1]["pruned"]
+    assert first["total"] == second["total"] and first["total"]["pruned_rows"] > 0
+    assert first["total"]["reused_tokens"] > 0
+    for here, there in zip(first["rollouts"], second["rollouts"], strict=True):
+        assert here[0] == there[0] == 12
+        assert here[1] + there[1] in (0, 24)
+    assert any(here[1] != 12 for here in first["rollouts"] if here[1])  # survivors had to move
+    assert first["weights"][0] == first["weights"][1]
 
 
 def test_a_schedule_with_a_pass_for_old_log_probs(data_parallel):

@@ -23,6 +23,7 @@ import vllm_server
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
+from trl_pruning import CheckedPruning, reward_told_at_detection
 from trl_runs import PROMPTS, CheckedGRPOTrainer, CheckedRLOOTrainer, RecordedReward, build, settings
 
 from trl_integration import SpecGRPOConfig, SpecRLOOConfig
@@ -41,6 +42,8 @@ def run(
 ) -> None:
     args = settings(output, SpecRLOOConfig if rloo else SpecGRPOConfig, **changes)
     more = trl_tools.parts(tools_model) if tools_model else dict(reward_funcs=RecordedReward(), prompts=prompts)
+    if changes.get("spec_prune"):
+        more["reward_funcs"] = RecordedReward(reward_told_at_detection)
     if lora is not None:
         from peft import LoraConfig
 
@@ -49,15 +52,16 @@ def run(
         vllm_server.update_by_files()
     elif changes.get("use_vllm"):
         vllm_cpu.repair()
-    trainer_class = CheckedRLOOTrainer if rloo else CheckedGRPOTrainer
+    trainer_class = CheckedRLOOTrainer if rloo else CheckedPruning if changes.get("spec_prune") else CheckedGRPOTrainer
     trainer = build(tools_model or model, args, trainer=trainer_class, **more)
     if "DIES_AT_STEP" in os.environ:
         trainer.add_callback(DiesAt())
     trainer.train(resume_from_checkpoint=resume)
     core = trainer.spec_rollout
     seen = {
-        "checked_rows": trainer.checked_rows,
-        "went_on_rows": trainer.went_on_rows,
+        "checked_rows": getattr(trainer, "checked_rows", 0),
+        "went_on_rows": getattr(trainer, "went_on_rows", 0),
+        "rollouts": [(len(done.responses), len(done.pruned)) for done in getattr(trainer, "rollouts", [])],
         "total": vars(core.total),
         "history": trainer.state.log_history,
         "completions": more["reward_funcs"].completions,

@@ -143,9 +143,9 @@ class RecordedReward:
 
     __name__ = "reward_digits"
 
-    def __init__(self):
-        self.completions = []
+    def __init__(self, reward=reward_digits):
+        self.completions, self.reward = [], reward
 
     def __call__(self, completions, **kwargs):
         self.completions.append(completions)
-        return reward_digits(completions)
+        return self.reward(completions=completions, **kwargs)

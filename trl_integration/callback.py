@@ -181,7 +181,11 @@ class SpecRolloutCallback(RunLog):
     ) -> None:
         core = self.trainer.spec_rollout
         if state.is_world_process_zero and core.total.completion_tokens:
-            print("\n" + summary(core.total, core.guard.plain_cost))  # a progress bar may still have the line
+            print()  # a progress bar may still have the line
+            if args.use_spec_rollout:  # type: ignore[attr-defined]
+                print(summary(core.total, core.guard.plain_cost))
+            if core.pruning is not None:
+                print(pruning_summary(core.total))
         core.cache.release()
 
 
@@ -214,3 +218,17 @@ def summary(total: RolloutCounts, plain_cost: float | None) -> str:
             f"{1e3 * plain_cost:.2f} ms that a token cost without reuse"
         )
     return "\n".join(lines)
+
+
+def pruning_summary(total: RolloutCounts) -> str:
+    """A few lines on what was pruned in a whole run.
+
+    Args:
+        total (`RolloutCounts`): its counts.
+    """
+    saved = total.metrics()["prune/saved_tokens"]
+    return (
+        f"Online pruning: {total.pruned_rows} of {total.judged_rows} completions given up.\n"
+        f"  about {saved:.0f} tokens not generated beside {total.generated_tokens} that were; judging "
+        f"{total.judge_s:.1f} s, learning to {total.learn_s:.1f} s"
+    )

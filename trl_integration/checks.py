@@ -55,9 +55,7 @@ def _refuse(args: Any, reasons: Iterator[str]) -> None:
 
 
 def _unsupported_settings(args: Any) -> Iterator[str]:
-    cached_below = (
-        args.use_spec_rollout and Path(args.output_dir).absolute() in args.cache_directory().absolute().parents
-    )
+    above_cache = args.cache_directory().absolute().parents if args.use_spec_rollout else ()
     if args.push_to_hub and Path(args.output_dir).absolute() in above_cache:
         yield (
             "`push_to_hub=True` with the cache below `output_dir`: all of it would be uploaded. Set `spec_cache_dir` "

@@ -45,9 +45,9 @@ class QualityHead:
             Of AdamW. Large, for hidden states have more dimensions than there are examples.
         buffer (`int`, *optional*, defaults to `4096`):
             Most examples kept.
-        minibatch (`int`, *optional*, defaults to `256`):
+        minibatch (`int`, *optional*, defaults to `64`):
             Examples a step of the optimiser.
-        passes (`int`, *optional*, defaults to `2`):
+        passes (`int`, *optional*, defaults to `4`):
             Times that the buffer is gone over at each call of `learn`.
     """
 
@@ -60,8 +60,8 @@ class QualityHead:
         learning_rate: float = 3e-4,
         weight_decay: float = 1.0,
         buffer: int = 4096,
-        minibatch: int = 256,
-        passes: int = 2,
+        minibatch: int = 64,
+        passes: int = 4,
     ):
         self.hidden_size = hidden_size
         self.device = torch.device(device)
