@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("trl")
 
+from test_trl import StopAt
 from trl_pruning import LENGTH, CheckedPruning, check_counts, pruning_settings, reward_told_at_detection
 from trl_runs import build, history, settings
 
@@ -18,10 +19,9 @@ from trl_integration.checks import UnsupportedSetting
 pytestmark = [pytest.mark.trl, pytest.mark.slow]
 
 
-def run(model, output_dir, resume=None, trainer=CheckedPruning, **changes):
-    trainer = build(
-        model, pruning_settings(output_dir, **changes), trainer=trainer, reward_funcs=reward_told_at_detection
-    )
+def run(model, output_dir, resume=None, trainer=CheckedPruning, callbacks=(), **changes):
+    args = pruning_settings(output_dir, **changes)
+    trainer = build(model, args, trainer=trainer, reward_funcs=reward_told_at_detection, callbacks=list(callbacks))
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -32,7 +32,7 @@ def run(model, output_dir, resume=None, trainer=CheckedPruning, **changes):
         dict(),
         dict(use_spec_rollout=False),
         dict(temperature=0.8),
-        dict(beta=0.05, gradient_accumulation_steps=2, per_device_train_batch_size=24, steps_per_generation=4),
+        dict(beta=0.05, gradient_accumulation_steps=2, per_device_train_batch_size=12, steps_per_generation=4),
     ],
     ids=["with reuse", "alone", "tempered", "with a pass for old log-probs"],
 )
@@ -83,7 +83,7 @@ def test_resuming_equals_not_having_stopped(tiny_model, tmp_path, reuse):
     """What the head has learned, its optimiser and its track record go with the checkpoint."""
     changes = dict(use_spec_rollout=reuse, save_strategy="steps", save_steps=6, shuffle_dataset=False)
     whole = run(tiny_model, tmp_path / "whole", trainer=SpecGRPOTrainer, **changes)
-    stopped = run(tiny_model, tmp_path / "stopped", trainer=SpecGRPOTrainer, max_steps=6, **changes)
+    stopped = run(tiny_model, tmp_path / "stopped", trainer=SpecGRPOTrainer, callbacks=[StopAt(6)], **changes)
     assert stopped.spec_rollout.total.pruned_rows > 0
     checkpoint = tmp_path / "stopped" / "checkpoint-6"
     assert (checkpoint / "spec_pruner.pt").is_file()
