@@ -74,11 +74,11 @@ class QualityHead:
             outer = self._layer(width, 1, std=0.1 * width**-0.5)
             self._network = nn.Sequential(inner, nn.SiLU(), outer).to(self.device)
             self._optimizer = torch.optim.AdamW(self._network.parameters(), lr=learning_rate, weight_decay=weight_decay)
-            self._hidden = torch.zeros(0, hidden_size, device=self.device)
-            self._labels = torch.zeros(0, device=self.device)
-            self._weights = torch.zeros(0, device=self.device)
-            self._mean = torch.zeros(hidden_size, device=self.device)
-            self._std = torch.ones(hidden_size, device=self.device)
+            self._hidden = torch.zeros(0, hidden_size, dtype=torch.float32, device=self.device)
+            self._labels = torch.zeros(0, dtype=torch.float32, device=self.device)
+            self._weights = torch.zeros(0, dtype=torch.float32, device=self.device)
+            self._mean = torch.zeros(hidden_size, dtype=torch.float32, device=self.device)
+            self._std = torch.ones(hidden_size, dtype=torch.float32, device=self.device)
 
     def _layer(self, inputs: int, outputs: int, std: float) -> nn.Linear:
         # Not initialised by torch, which would take that from its global generator.
