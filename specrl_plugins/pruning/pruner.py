@@ -56,10 +56,13 @@ class Pruner:
     matters only where c k / n is smaller than its inverse, and scaled to a mean of 1 in each step.
 
     Whether it may prune. The head is measured on rows that it has not learned from yet: scores as they were when the
-    rows were judged, against what became of them, over the most recent rows with those weights. What pruning
+    rows were judged, against what became of them, over the most recent rows. What pruning
     needs is an order within groups; a head that tells easy prompts from hard ones and no more would draw lots within
     them. So AUC is measured within groups, where these are given to `learn`. Pruning is on once `warmup_steps` steps
     were learned from and while this AUC is above 1/2 by two standard errors of a head that knows nothing.
+
+    Several processes. A group is judged by one process, in one call. Processes that each judge some groups decide alike
+    if their heads are alike, that is, if each learns from the rows of all of them, in one order.
 
     Args:
         hidden_size (`int`):
@@ -87,10 +90,7 @@ class Pruner:
     @property
     def ready(self) -> bool:
         """Whether it may prune: warm-up is over, and the head is measurably better than chance."""
-        measured = self._record.auc_in_groups
-        return (
-            self._steps >= self.settings.warmup_steps and measured is not None and measured[0] - 0.5 > 2 * measured[1]
-        )
+        return self._steps >= self.settings.warmup_steps and self._record.surprise > 2
 
     def judge(
         self,
