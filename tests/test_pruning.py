@@ -675,6 +675,13 @@ def test_groups_that_are_too_large_before_it_is_ready_are_drawn_blindly():
     assert np.all(judgement.probabilities == 0.25)
 
 
+def test_rows_that_do_not_match_are_refused():
+    pruner, prompts = pruner_of(), Prompts(0)
+    hidden, names, _, _ = prompts.batch(4, 4)
+    with pytest.raises(ValueError, match="16 hidden states, 15 groups, 16 flags"):
+        pruner.judge(hidden, names[1:], np.zeros(16, bool), dict.fromkeys(names, 2), 1)
+
+
 def test_rows_without_reward_or_hidden_state_teach_nothing():
     pruner, other, prompts = pruner_of(), pruner_of(), Prompts(0)
     hidden, names, rewards, _ = prompts.batch(4, 8)

@@ -56,10 +56,10 @@ class Pruner:
     matters only where c k / n is smaller than its inverse, and scaled to a mean of 1 in each step.
 
     Whether it may prune. The head is measured on rows that it has not learned from yet: scores as they were when the
-    rows were judged, against what became of them, over the most recent rows. What pruning
-    needs is an order within groups; a head that tells easy prompts from hard ones and no more would draw lots within
-    them. So AUC is measured within groups, where these are given to `learn`. Pruning is on once `warmup_steps` steps
-    were learned from and while this AUC is above 1/2 by two standard errors of a head that knows nothing.
+    rows were judged, against what became of them, over the most recent rows. What pruning needs is an order within
+    groups; a head that tells easy prompts from hard ones and no more would draw lots within them. So AUC is measured
+    within groups, where these are given to `learn`. Pruning is on once `warmup_steps` steps were learned from and while
+    this AUC is above 1/2 by two standard errors of a head that knows nothing.
 
     Several processes. A group is judged by one process, in one call. Processes that each judge some groups decide alike
     if their heads are alike, that is, if each learns from the rows of all of them, in one order.
@@ -117,8 +117,15 @@ class Pruner:
                 Survivors of each group.
             step (`int`):
                 Optimizer step the rollout is for.
+
+        Raises:
+            ValueError: the arguments differ in their number of rows, or hidden states are of another size.
         """
         started = time.perf_counter()
+        if not len(hidden) == len(groups) == len(finished):
+            raise ValueError(
+                f"{len(hidden)} hidden states, {len(groups)} groups, {len(finished)} flags: one each a row"
+            )
         scores = self.head.scores(hidden)
         chances = self.calibrator.probabilities(scores)
         judgement = Judgement(
