@@ -32,14 +32,15 @@ class ReuseRule(StrEnum):
         raise ValueError(f"rule is one of {', '.join(cls)}, not {value!r}")
 
 
-class _Stream:
+class Stream:
     """Independent uses of the uniforms of one (seed, prompt, slot, step)."""
 
     ACCEPT = 0
     REFRESH = 1
+    PRUNE = 2
 
 
-def uniforms(seed: int, prompt: bytes, slot: int, step: int, count: int, stream: int = _Stream.ACCEPT) -> NDArray:
+def uniforms(seed: int, prompt: bytes, slot: int, step: int, count: int, stream: int = Stream.ACCEPT) -> NDArray:
     """Uniforms on the open interval (0, 1) that depend on nothing but the arguments.
 
     Philox4x64 with the prompt as its 128-bit key; slot, step and seed sit in the counter words that counting never
@@ -131,7 +132,7 @@ class ReusePolicy:
         """Whether a row ignores its draft at this step."""
         if self.refresh_rate == 0.0:
             return False
-        return uniforms(self.seed, prompt, slot, step, 1, _Stream.REFRESH)[0] < self.refresh_rate
+        return uniforms(self.seed, prompt, slot, step, 1, Stream.REFRESH)[0] < self.refresh_rate
 
     def outlived(self, ages: NDArray) -> bool:
         """Whether a draft with these token ages, visits, of shape `(tokens,)`, was carried over often enough."""

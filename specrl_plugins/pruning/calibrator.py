@@ -28,21 +28,18 @@ class Calibrator:
         sum_j |sum of labels in j - sum of predictions in j| / number of predictions.
 
     Noise alone makes it about 0.4 sqrt(B / n) for n predictions near one half.
-
-    Args:
-        buckets (`int`, *optional*, defaults to `10`): B.
-        shrinkage (`float`, *optional*, defaults to `4.0`): c, responses.
-        decay (`float`, *optional*, defaults to `0.95`): what a count is multiplied by at each update.
     """
 
-    def __init__(self, buckets: int = 10, shrinkage: float = 4.0, decay: float = 0.95):
-        self.shrinkage = shrinkage
-        self.decay = decay
-        self._weight = np.zeros(buckets)
-        self._successes = np.zeros(buckets)
-        self._scores = np.zeros(buckets)
+    BUCKETS = 10  # B
+    SHRINKAGE = 4.0  # c, responses
+    DECAY = 0.95
+
+    def __init__(self):
+        self._weight = np.zeros(self.BUCKETS)
+        self._successes = np.zeros(self.BUCKETS)
+        self._scores = np.zeros(self.BUCKETS)
         self._predicted = 0.0
-        self._gap = np.zeros(buckets)
+        self._gap = np.zeros(self.BUCKETS)
 
     @property
     def success_rate(self) -> float:
@@ -67,7 +64,7 @@ class Calibrator:
         seen = self._weight > 0
         if not seen.any():
             return np.full(len(scores), self.success_rate)
-        posterior = (self._successes + self.shrinkage * self.success_rate) / (self._weight + self.shrinkage)
+        posterior = (self._successes + self.SHRINKAGE * self.success_rate) / (self._weight + self.SHRINKAGE)
         between = np.interp(scores, self._scores[seen] / self._weight[seen], posterior[seen])
         return np.where(np.isnan(scores), self.success_rate, between)
 
@@ -80,16 +77,16 @@ class Calibrator:
             weights (`NDArray` of shape `(rows,)`): how many responses each stands for, above 0.
         """
         predictions = self.probabilities(scores)
-        self._predicted = self.decay * self._predicted + weights.sum()
-        self._gap = self.decay * self._gap + self._sums(predictions, weights * (labels - predictions))
-        self._weight = self.decay * self._weight + self._sums(scores, weights)
-        self._successes = self.decay * self._successes + self._sums(scores, weights * labels)
-        self._scores = self.decay * self._scores + self._sums(scores, weights * scores)
+        self._predicted = self.DECAY * self._predicted + weights.sum()
+        self._gap = self.DECAY * self._gap + self._sums(predictions, weights * (labels - predictions))
+        self._weight = self.DECAY * self._weight + self._sums(scores, weights)
+        self._successes = self.DECAY * self._successes + self._sums(scores, weights * labels)
+        self._scores = self.DECAY * self._scores + self._sums(scores, weights * scores)
 
     def _sums(self, places: NDArray, values: NDArray) -> NDArray:
         """Sum of the values in each bucket, by places between 0 and 1."""
-        buckets = len(self._weight)
-        return np.bincount(np.minimum((places * buckets).astype(np.int64), buckets - 1), values, buckets)
+        bucket = np.minimum((places * self.BUCKETS).astype(np.int64), self.BUCKETS - 1)
+        return np.bincount(bucket, values, self.BUCKETS)
 
     def state_dict(self) -> dict[str, Any]:
         """All counts, as plain numbers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ class QualityHead:
         x = clip((h - mean) / std, -5, 5),        f(x) = w2 . silu(W1 x + b1) + b2,
 
     because some dimensions of hidden states are a thousand times larger than others. The buffer holds the most recent
-    examples; each time it learns, it goes over them `passes` times in minibatches. With weights v_i and labels y_i the
+    examples; each time it learns, it makes `UPDATES` steps on minibatches of them. With weights v_i and labels y_i the
     loss is
 
         sum_i v_i / V(y_i) * bce(f(x_i), y_i) / 2,        V(y) = sum of the v_i with label y,
@@ -37,48 +38,39 @@ class QualityHead:
             Seed of the first weights and of the order of examples.
         device (`str` or `torch.device`, *optional*, defaults to `"cpu"`):
             Where the network is.
-        width (`int`, *optional*, defaults to `64`):
-            Units of its hidden layer.
-        learning_rate (`float`, *optional*, defaults to `3e-4`):
-            Of AdamW.
-        weight_decay (`float`, *optional*, defaults to `1.0`):
-            Of AdamW. Large, for hidden states have more dimensions than there are examples.
         buffer (`int`, *optional*, defaults to `4096`):
             Most examples kept.
-        minibatch (`int`, *optional*, defaults to `64`):
-            Examples a step of the optimiser.
-        passes (`int`, *optional*, defaults to `4`):
-            Times that the buffer is gone over at each call of `learn`.
     """
+
+    WIDTH = 64  # of the hidden layer
+    LEARNING_RATE = 0.01  # of AdamW, times hidden_size^(-1/2)
+    WEIGHT_DECAY = 1.0  # large, for hidden states have more dimensions than there are examples
+    MINIBATCH = 256
+    UPDATES = 12  # each time it learns; many more fit the noise of the buffer
 
     def __init__(
         self,
         hidden_size: int,
         seed: int = 0,
         device: str | torch.device = "cpu",
-        width: int = 64,
-        learning_rate: float = 3e-4,
-        weight_decay: float = 1.0,
         buffer: int = 4096,
-        minibatch: int = 64,
-        passes: int = 4,
     ):
         self.hidden_size = hidden_size
         self.device = torch.device(device)
         self._capacity = buffer
-        self._minibatch = minibatch
-        self._passes = passes
         self._random = torch.Generator().manual_seed(seed)
         with torch.inference_mode(False):
-            inner = self._layer(hidden_size, width, std=hidden_size**-0.5)
-            outer = self._layer(width, 1, std=0.1 * width**-0.5)
+            inner = self._layer(hidden_size, self.WIDTH, std=hidden_size**-0.5)
+            outer = self._layer(self.WIDTH, 1, std=0.1 * self.WIDTH**-0.5)
             self._network = nn.Sequential(inner, nn.SiLU(), outer).to(self.device)
-            self._optimizer = torch.optim.AdamW(self._network.parameters(), lr=learning_rate, weight_decay=weight_decay)
-            self._hidden = torch.zeros(0, hidden_size, device=self.device)
-            self._labels = torch.zeros(0, device=self.device)
-            self._weights = torch.zeros(0, device=self.device)
-            self._mean = torch.zeros(hidden_size, device=self.device)
-            self._std = torch.ones(hidden_size, device=self.device)
+            # The more inputs, the more a step of each weight moves their sum.
+            rate = self.LEARNING_RATE * hidden_size**-0.5
+            self._optimizer = torch.optim.AdamW(self._network.parameters(), lr=rate, weight_decay=self.WEIGHT_DECAY)
+            self._hidden = torch.zeros(0, hidden_size, dtype=torch.float32, device=self.device)
+            self._labels = torch.zeros(0, dtype=torch.float32, device=self.device)
+            self._weights = torch.zeros(0, dtype=torch.float32, device=self.device)
+            self._mean = torch.zeros(hidden_size, dtype=torch.float32, device=self.device)
+            self._std = torch.ones(hidden_size, dtype=torch.float32, device=self.device)
 
     def _layer(self, inputs: int, outputs: int, std: float) -> nn.Linear:
         # Not initialised by torch, which would take that from its global generator.
@@ -101,9 +93,9 @@ class QualityHead:
             ValueError: the hidden states have another shape.
         """
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            hidden = self._checked(hidden)
-            logits = self._network(self._standardised(hidden)).squeeze(1).double().clamp(-30, 30)
-            return torch.where(hidden.isfinite().all(1), torch.sigmoid(logits), torch.nan).cpu().numpy()
+            states = self._checked(hidden)
+            logits = self._network(self._standardised(states)).squeeze(1).double().clamp(-30, 30)
+            return torch.where(states.isfinite().all(1), torch.sigmoid(logits), torch.nan).cpu().numpy()
 
     def learn(self, hidden: NDArray, labels: NDArray, weights: NDArray) -> None:
         """Take examples into the buffer, and train.
@@ -144,16 +136,17 @@ class QualityHead:
         if not successes or not failures:
             return
         share = torch.where(self._labels == 1, self._weights / successes, self._weights / failures) / 2
-        for _ in range(self._passes):
-            order = torch.randperm(len(self._labels), generator=self._random).to(self.device)
-            for rows in order.split(self._minibatch):
-                logits = self._network(self._standardised(self._hidden[rows])).squeeze(1)
-                losses = F.binary_cross_entropy_with_logits(logits, self._labels[rows], reduction="none")
-                # Sum over the minibatch, as its share of the buffer: in expectation, the loss over the buffer.
-                loss = (share[rows] * losses).sum() * len(self._labels) / len(rows)
-                self._optimizer.zero_grad()
-                loss.backward()
-                self._optimizer.step()
+        size = min(self.MINIBATCH, len(share))
+        passes = math.ceil(self.UPDATES * size / len(share))
+        order = torch.cat([torch.randperm(len(share), generator=self._random) for _ in range(passes)])
+        for rows in order[: self.UPDATES * size].to(self.device).split(size):
+            logits = self._network(self._standardised(self._hidden[rows])).squeeze(1)
+            losses = F.binary_cross_entropy_with_logits(logits, self._labels[rows], reduction="none")
+            # Scaled up from the minibatch's share of the buffer: in expectation, the loss over the buffer.
+            loss = (share[rows] * losses).sum() * len(share) / size
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
 
     def _checked(self, hidden: NDArray) -> torch.Tensor:
         if hidden.ndim != 2 or hidden.shape[1] != self.hidden_size:

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specrl_plugins.acceptance import Stream
 from specrl_plugins.pruning.calibrator import Calibrator
 from specrl_plugins.pruning.head import QualityHead
 from specrl_plugins.pruning.settings import PruningSettings
 from specrl_plugins.pruning.survivors import draw, survival_probabilities
 from specrl_plugins.pruning.track_record import TrackRecord
-
-# Use of the counter-based generator, beside those of `specrl_plugins.acceptance`.
-_STREAM = 2
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,13 @@ class Pruner:
     matters only where c k / n is smaller than its inverse, and scaled to a mean of 1 in each step.
 
     Whether it may prune. The head is measured on rows that it has not learned from yet: scores as they were when the
-    rows were judged, against what became of them, over the most recent rows with those weights. What pruning
-    needs is an order within groups; a head that tells easy prompts from hard ones and no more would draw lots within
-    them. So AUC is measured within groups, where these are given to `learn`. Pruning is on once `warmup_steps` steps
-    were learned from and while this AUC is above 1/2 by two standard errors of a head that knows nothing.
+    rows were judged, against what became of them, over the most recent rows. What pruning needs is an order within
+    groups; a head that tells easy prompts from hard ones and no more would draw lots within them. So AUC is measured
+    within groups, where these are given to `learn`. Pruning is on once `warmup_steps` steps were learned from and while
+    this AUC is above 1/2 by two standard errors of a head that knows nothing.
+
+    Several processes. A group is judged by one process, in one call. Processes that each judge some groups decide alike
+    if their heads are alike, that is, if each learns from the rows of all of them, in one order.
 
     Args:
         hidden_size (`int`):
@@ -83,10 +84,7 @@ class Pruner:
     @property
     def ready(self) -> bool:
         """Whether it may prune: warm-up is over, and the head is measurably better than chance."""
-        measured = self._record.auc_in_groups
-        return (
-            self._steps >= self.settings.warmup_steps and measured is not None and measured[0] - 0.5 > 2 * measured[1]
-        )
+        return self._steps >= self.settings.warmup_steps and self._record.surprise > 2
 
     def judge(
         self,
@@ -113,7 +111,14 @@ class Pruner:
                 Survivors of each group.
             step (`int`):
                 Optimizer step the rollout is for.
+
+        Raises:
+            ValueError: the arguments differ in their number of rows, or hidden states are of another size.
         """
+        if not len(hidden) == len(groups) == len(finished):
+            raise ValueError(
+                f"{len(hidden)} hidden states, {len(groups)} groups, {len(finished)} flags: one each a row"
+            )
         scores = self.head.scores(hidden)
         chances = self.calibrator.probabilities(scores)
         judgement = Judgement(
@@ -231,5 +236,5 @@ class Pruner:
         """Random numbers that depend on seed, step and group alone, keyed as in `specrl_plugins.acceptance`."""
         word = (1 << 64) - 1
         key = np.frombuffer(group, "<u8").astype(np.uint64)
-        counter = np.array([0, _STREAM << 48, step & word, self.seed & word], dtype=np.uint64)
+        counter = np.array([0, Stream.PRUNE << 48, step & word, self.seed & word], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=counter))

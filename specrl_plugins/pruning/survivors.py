@@ -76,13 +76,12 @@ def draw(pi: NDArray, rng: np.random.Generator) -> NDArray:
         ValueError: the sum is not a whole number, or a probability is not between 0 and 1.
     """
     pi = np.asarray(pi, np.float64)
-    count = round(float(pi.sum()))
-    if abs(pi.sum() - count) > 1e-6 or not np.all((pi >= 0) & (pi <= 1)):
+    if not np.all((pi >= 0) & (pi <= 1)) or abs(pi.sum() - np.round(pi.sum())) > 1e-6:
         raise ValueError(f"survival probabilities are between 0 and 1 and their sum is a whole number, not {pi}")
     survives = pi == 1  # off the line: rounding could lay two points on an interval of length 1
     order = np.argsort(rng.random(len(pi)))
     order = order[~survives[order]]
-    points = 1 - rng.random() + np.arange(count - survives.sum())
+    points = 1 - rng.random() + np.arange(round(pi.sum()) - survives.sum())
     ends = np.cumsum(pi[order])
     ends[ends == ends.max(initial=0)] = len(points)  # nor must it lay the last point behind the line
     survives[order[np.searchsorted(ends, points)]] = True

@@ -11,14 +11,11 @@ from specrl_plugins.pruning.discrimination import auc
 
 
 class TrackRecord:
-    """What was said of the most recent rows before their reward was known, and what became of them.
+    """What was said of the `WINDOW` most recent rows before their reward was known, and what became of them."""
 
-    Args:
-        window (`int`, *optional*, defaults to `2048`): rows that are remembered.
-    """
+    WINDOW = 2048
 
-    def __init__(self, window: int = 2048):
-        self._window = window
+    def __init__(self):
         self._rows: dict[str, NDArray] = {
             "scores": np.zeros(0),
             "chances": np.zeros(0),
@@ -28,7 +25,7 @@ class TrackRecord:
             "groups": np.zeros(0, np.int64),
         }
         self._groups = 0
-        self._auc_in_groups: tuple[float, float] | None = None
+        self._surprise = 0.0
 
     def add(
         self, scores: NDArray, chances: NDArray, labels: NDArray, weights: NDArray, control: NDArray, groups: NDArray
@@ -51,13 +48,18 @@ class TrackRecord:
             "groups": self._groups + groups,  # the same prompt at another step is another group
         }
         self._groups += int(groups.max()) + 1
-        self._rows = {name: np.concatenate([old, new[name]])[-self._window :] for name, old in self._rows.items()}
+        self._rows = {name: np.concatenate([old, new[name]])[-self.WINDOW :] for name, old in self._rows.items()}
         self._measure()
 
     @property
-    def auc_in_groups(self) -> tuple[float, float] | None:
-        """AUC of the scores within groups, and its standard error where they mean nothing."""
-        return self._auc_in_groups
+    def surprise(self) -> float:
+        """How far the AUC within groups is above 1/2, in standard errors of a head that knows nothing.
+
+        Every row counts once here: of rows with given scores chance decides which survive, so that under the hypothesis
+        that labels do not depend on scores, those of survivors do not either. Weights would make an honest estimate of
+        the AUC over all rows, as in the metrics, and a test that sees less.
+        """
+        return self._surprise
 
     def metrics(self) -> dict[str, float]:
         """What can be told so far, by names that follow `prune/`."""
@@ -69,8 +71,9 @@ class TrackRecord:
         overall = auc(rows["scores"], rows["labels"], rows["weights"], np.zeros(len(rows["labels"]), np.int64))
         if overall is not None:
             metrics["head_auc"] = overall[0]
-        if self._auc_in_groups is not None:
-            metrics["head_auc_in_groups"] = self._auc_in_groups[0]
+        in_groups = auc(rows["scores"], rows["labels"], rows["weights"], rows["groups"])
+        if in_groups is not None:
+            metrics["head_auc_in_groups"] = in_groups[0]
         if not rows["control"].all():
             metrics["survivor_positive_rate"] = float(rows["labels"][~rows["control"]].mean())
         if rows["control"].any():
@@ -87,4 +90,6 @@ class TrackRecord:
         self._measure()
 
     def _measure(self) -> None:
-        self._auc_in_groups = auc(*(self._rows[name] for name in ("scores", "labels", "weights", "groups")))
+        rows = self._rows
+        measured = auc(rows["scores"], rows["labels"], np.ones(len(rows["labels"])), rows["groups"])
+        self._surprise = (measured[0] - 0.5) / measured[1] if measured is not None and measured[1] else 0.0
