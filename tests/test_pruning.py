@@ -18,7 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specrl_plugins import prompt_key
-from specrl_plugins.pruning import Calibrator, PruningSettings, draw, survival_probabilities, weighted_vote
+from specrl_plugins.pruning import (
+    Calibrator,
+    Pruner,
+    PruningSettings,
+    QualityHead,
+    draw,
+    survival_probabilities,
+    weighted_vote,
+)
 from specrl_plugins.pruning.discrimination import auc
 
 # The rule takes chances that differ by less than a millionth for equal, and targets as near an edge for the edge.
@@ -371,8 +379,6 @@ def examples(rows, rng, signal=2.0, rare=0.5):
 
 
 def test_head_learns_what_can_be_told_apart():
-    from specrl_plugins.pruning import QualityHead
-
     rng, head = np.random.default_rng(0), QualityHead(HIDDEN)
     for _ in range(30):
         head.learn(*examples(64, rng, signal=4.0), np.ones(64))
@@ -385,8 +391,6 @@ def test_head_learns_what_can_be_told_apart():
 
 
 def test_head_stays_at_chance_on_noise():
-    from specrl_plugins.pruning import QualityHead
-
     rng, head = np.random.default_rng(0), QualityHead(HIDDEN)
     for _ in range(40):
         head.learn(*examples(64, rng, signal=0.0), np.ones(64))
@@ -397,8 +401,6 @@ def test_head_stays_at_chance_on_noise():
 
 def test_rare_successes_weigh_as_much_as_failures():
     """One success in twenty: unbalanced, every score would be far below one half."""
-    from specrl_plugins.pruning import QualityHead
-
     rng, head = np.random.default_rng(0), QualityHead(HIDDEN)
     for _ in range(60):
         head.learn(*examples(64, rng, signal=3.0, rare=0.05), np.ones(64))
@@ -411,8 +413,6 @@ def test_rare_successes_weigh_as_much_as_failures():
 
 def test_head_heeds_weights():
     """A row that stands for ten, and ten times the row, teach the same up to the order of examples."""
-    from specrl_plugins.pruning import QualityHead
-
     # Two clusters. Labels in the first are mixed: only the weights say which prevails.
     first, second = np.zeros((40, HIDDEN), np.float32), np.zeros((40, HIDDEN), np.float32)
     first[:, 0], second[:, 0] = 1.0, -1.0
@@ -428,8 +428,6 @@ def test_head_heeds_weights():
 
 
 def test_head_with_one_class_alone_learns_nothing():
-    from specrl_plugins.pruning import QualityHead
-
     rng, head = np.random.default_rng(0), QualityHead(HIDDEN)
     before = {name: value.clone() for name, value in head.state_dict()["network"].items()}
     hidden, _ = examples(64, rng)
@@ -439,8 +437,6 @@ def test_head_with_one_class_alone_learns_nothing():
 
 
 def test_head_is_repeatable_and_leaves_torchs_generator_alone():
-    from specrl_plugins.pruning import QualityHead
-
     state = torch.get_rng_state()
     scores = []
     for seed in (3, 3, 4):
@@ -455,7 +451,6 @@ def test_head_is_repeatable_and_leaves_torchs_generator_alone():
 
 def test_head_learns_within_inference_mode_no_grad_and_autocast():
     """Rollouts run under all of these."""
-    from specrl_plugins.pruning import QualityHead
 
     def trained():
         rng, head = np.random.default_rng(0), QualityHead(HIDDEN)
@@ -471,12 +466,10 @@ def test_head_learns_within_inference_mode_no_grad_and_autocast():
         np.testing.assert_array_equal(found, expected)
 
 
-def test_head_takes_half_precision_and_marks_what_is_not_finite():
-    from specrl_plugins.pruning import QualityHead
-
+def test_head_marks_what_is_not_finite():
     rng, head = np.random.default_rng(0), QualityHead(HIDDEN)
     hidden, labels = examples(64, rng)
-    head.learn(hidden.bfloat16(), labels, np.ones(64))
+    head.learn(hidden, labels, np.ones(64))
     hidden[3, 5], hidden[4, 6] = float("inf"), float("nan")
     assert np.flatnonzero(np.isnan(head.scores(hidden))).tolist() == [3, 4]
     assert head.scores(np.zeros((0, HIDDEN), np.float32)).shape == (0,)
@@ -485,16 +478,14 @@ def test_head_takes_half_precision_and_marks_what_is_not_finite():
 
 
 def test_head_forgets_what_its_buffer_cannot_hold():
-    from specrl_plugins.pruning import QualityHead
-
     rng, head = np.random.default_rng(0), QualityHead(HIDDEN, buffer=100)
     first, last = examples(80, rng), examples(80, rng)
     head.learn(*first, np.ones(80))
     head.learn(*last, np.ones(80))
     kept = head.state_dict()["hidden"]
     assert kept.shape == (100, HIDDEN)
-    assert kept[20:].equal(last[0])
-    assert kept[:20].equal(first[0][60:])
+    assert np.array_equal(kept[20:], last[0])
+    assert np.array_equal(kept[:20], first[0][60:])
 
 
 # -- all together
@@ -539,8 +530,6 @@ def step_of(pruner, prompts, step, groups=16, survivors=8):
 
 
 def pruner_of(seed=0, **changes):
-    from specrl_plugins.pruning import Pruner
-
     return Pruner(HIDDEN, PruningSettings(**({"warmup_steps": 5, "control_share": 0.2} | changes)), seed)
 
 
@@ -571,9 +560,7 @@ def test_pruning_starts_after_warm_up_and_balances_groups():
     assert metrics["prune/head_accuracy"] > 0.65
     assert metrics["prune/calibration_error"] < 0.1
     assert abs(metrics["prune/survivor_positive_rate"] - 0.5) < 0.05
-    assert {"prune/head_auc", "prune/positive_rate_unpruned", "prune/time/judge_s", "prune/time/learn_s"} <= set(
-        metrics
-    )
+    assert {"prune/head_auc", "prune/positive_rate_unpruned"} <= set(metrics)
 
 
 def test_head_that_knows_prompts_but_not_responses_is_not_ready():
@@ -582,7 +569,7 @@ def test_head_that_knows_prompts_but_not_responses_is_not_ready():
     ready = []
     for step in range(1, 41):
         hidden, names, _, _ = prompts.batch(16, 8)
-        ease = hidden[:, 1].numpy() * 3
+        ease = hidden[:, 1] * 3
         rewards = (prompts.rng.random(len(names)) < 1 / (1 + np.exp(-ease))).astype(float)
         hidden[:, 0] = 0.0
         judgement = pruner.judge(hidden, names, np.zeros(len(names), bool), dict.fromkeys(names, 8), step)
@@ -679,7 +666,7 @@ def test_rows_without_reward_or_hidden_state_teach_nothing():
     pruner, other, prompts = pruner_of(), pruner_of(), Prompts(0)
     hidden, names, rewards, _ = prompts.batch(4, 8)
     ones, survivors = np.ones(32), dict.fromkeys(names, 8)
-    spoilt, known = hidden.clone(), rewards.copy()
+    spoilt, known = hidden.copy(), rewards.copy()
     spoilt[3] = float("nan")
     known[7] = np.nan
     judgement = pruner.judge(spoilt, names, np.zeros(32, bool), survivors, 1)
@@ -716,7 +703,5 @@ def test_pruner_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
 
 
 def test_checkpoint_of_another_model_is_refused():
-    from specrl_plugins.pruning import Pruner
-
     with pytest.raises(ValueError, match="hidden states of size 32, the model's have 16"):
         Pruner(16, PruningSettings(), 0).load_state_dict(pruner_of().state_dict())
