@@ -1,7 +1,7 @@
 """Hidden states of an asynchronous engine, between ordinary requests. Run in a process of its own: vLLM looks at its
 environment once a process.
 
-    python async_taps.py MODEL OUT
+    python async_taps.py MODEL OUT TENSOR_PARALLEL_SIZE
 
 writes the states of [`GROUPS`], and what [`ORDINARY`] gave beside them and alone, to the file OUT.
 """
@@ -17,10 +17,11 @@ import numpy as np
 
 rng = np.random.default_rng(3)
 GROUPS = [[rng.integers(4, 47, n).tolist() for n in rng.integers(1, 250, 6)] for _ in range(6)]
-ORDINARY = [[token] for token in range(5, 29)]  # a CPU engine fails on a seeded request that is cut into chunks
+ORDINARY = [[token] for token in range(5, 21)]  # a CPU engine fails on a seeded request that is cut into chunks
 
 
-async def main(model: str, out: str) -> None:
+async def main(model: str, out: str, tensor_parallel_size: str) -> None:
+    from async_taps import untapped  # by this name the workers find it
     from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.utils import random_uuid
@@ -36,6 +37,7 @@ async def main(model: str, out: str) -> None:
             max_num_batched_tokens=64,
             max_num_seqs=16,
             kv_cache_memory_bytes=64 << 20,
+            tensor_parallel_size=int(tensor_parallel_size),
             worker_extension_cls="openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
         )
     )
@@ -45,7 +47,7 @@ async def main(model: str, out: str) -> None:
         return output
 
     async def ordinary(number):
-        params = SamplingParams(max_tokens=40, seed=number, output_kind=RequestOutputKind.FINAL_ONLY)
+        params = SamplingParams(max_tokens=30, seed=number, output_kind=RequestOutputKind.FINAL_ONLY)
         return list((await ask(ORDINARY[number], params)).outputs[0].token_ids)
 
     async def group(number):
@@ -69,4 +71,5 @@ def untapped(model) -> bool:
 
 if __name__ == "__main__":
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or two workers want two NUMA nodes
     asyncio.run(main(*sys.argv[1:]))

@@ -176,18 +176,38 @@ def test_states_in_half_precision_are_told_apart(tiny_model, policy):
     np.testing.assert_array_equal(nearest, np.arange(len(asked)))
 
 
-def test_many_callers_of_an_asynchronous_engine(tiny_model, policy, tmp_path):
+@pytest.mark.parametrize("tensor_parallel_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_many_callers_of_an_asynchronous_engine(tiny_model, policy, tmp_path, tensor_parallel_size):
     from async_taps import GROUPS
 
     out = tmp_path / "states.json"
     script = Path(__file__).parent / "async_taps.py"
-    done = subprocess.run([sys.executable, script, tiny_model, out], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, script, tiny_model, out, str(tensor_parallel_size)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     for states, group in zip(report["states"], GROUPS, strict=True):
         np.testing.assert_allclose(states, plain(policy, group), atol=ATOL)
     assert report["together"] == report["alone"]
-    assert report["untapped"] == [True]
+    assert report["untapped"] == [True] * tensor_parallel_size
+
+
+@pytest.mark.trl
+def test_states_of_an_engine_that_trl_built_and_updated(tiny_model, tmp_path):
+    pytest.importorskip("trl")
+    import trl_runs
+    import vllm_cpu
+    from trl import GRPOConfig, GRPOTrainer
+
+    vllm_cpu.repair()
+    engine = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=64)
+    args = trl_runs.settings(tmp_path, GRPOConfig, max_steps=2, **engine)
+    trainer = trl_runs.build(tiny_model, args, trainer=GRPOTrainer)
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    asked = contexts(20, longest=63)
+    states = HiddenStates(trainer.vllm_generation.llm).of(asked)
+    np.testing.assert_allclose(states, plain(trainer.model, asked), atol=ATOL)
 
 
 def test_nothing_is_left_behind(engine):
