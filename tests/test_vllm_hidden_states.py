@@ -142,6 +142,36 @@ def test_states_of_requests_among_others_and_what_these_sample(engine, policy):
     assert sampled(outputs) == alone
 
 
+def test_nothing_is_left_behind(engine):
+    def patched(hidden_states):
+        return compute_logits(hidden_states)
+
+    HiddenStates(engine).of([[5, 6, 7]])
+    assert engine.apply_model(untapped) == [True]
+    with pytest.raises(Exception, match="maximum model length of 256"):
+        HiddenStates(engine).of([[5, 6, 7], [5] * 256])
+    assert engine.apply_model(untapped) == [True]
+    assert not engine.llm_engine.has_unfinished_requests()
+
+    (model,) = engine.apply_model(lambda model: model)
+    compute_logits, model.compute_logits = model.compute_logits, patched
+    HiddenStates(engine).of([[5, 6, 7]])
+    assert model.compute_logits is patched
+    del model.compute_logits
+
+
+def test_what_was_pushed_out_is_asked_for_again(engine, policy, monkeypatch):
+    monkeypatch.setattr(hidden_states, "_HELD_ROWS", 16)  # one step's
+    asked = contexts(40, seed=4, longest=3)
+    np.testing.assert_allclose(HiddenStates(engine).of(asked), plain(policy, asked), atol=ATOL)
+    with pytest.raises(RuntimeError, match="of 80 hidden states were not seen in 3 attempts"):
+        HiddenStates(engine).of(contexts(80, seed=4, longest=3))
+    assert engine.apply_model(untapped) == [True]
+
+
+# vLLM may end the process group that engines of a process share with one of them: those above have one engine.
+
+
 def test_states_where_requests_are_preempted(tiny_model, policy):
     llm = build(tiny_model, num_gpu_blocks_override=10)  # a CPU build's blocks hold 128 tokens
     tapped = contexts(40, seed=1)
@@ -192,51 +222,6 @@ def test_many_callers_of_an_asynchronous_engine(tiny_model, policy, tmp_path, te
     assert report["untapped"] == [True] * tensor_parallel_size
 
 
-@pytest.mark.trl
-def test_states_of_an_engine_that_trl_built_and_updated(tiny_model, tmp_path):
-    pytest.importorskip("trl")
-    import trl_runs
-    import vllm_cpu
-    from trl import GRPOConfig, GRPOTrainer
-
-    vllm_cpu.repair()
-    engine = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=64)
-    args = trl_runs.settings(tmp_path, GRPOConfig, max_steps=2, **engine)
-    trainer = trl_runs.build(tiny_model, args, trainer=GRPOTrainer)
-    trainer.train()
-    trainer.vllm_generation.sync_weights()
-    asked = contexts(20, longest=63)
-    states = HiddenStates(trainer.vllm_generation.llm).of(asked)
-    np.testing.assert_allclose(states, plain(trainer.model, asked), atol=ATOL)
-
-
-def test_nothing_is_left_behind(engine):
-    def patched(hidden_states):
-        return compute_logits(hidden_states)
-
-    HiddenStates(engine).of([[5, 6, 7]])
-    assert engine.apply_model(untapped) == [True]
-    with pytest.raises(Exception, match="maximum model length of 256"):
-        HiddenStates(engine).of([[5, 6, 7], [5] * 256])
-    assert engine.apply_model(untapped) == [True]
-    assert not engine.llm_engine.has_unfinished_requests()
-
-    (model,) = engine.apply_model(lambda model: model)
-    compute_logits, model.compute_logits = model.compute_logits, patched
-    HiddenStates(engine).of([[5, 6, 7]])
-    assert model.compute_logits is patched
-    del model.compute_logits
-
-
-def test_what_was_pushed_out_is_asked_for_again(engine, policy, monkeypatch):
-    monkeypatch.setattr(hidden_states, "_HELD_ROWS", 16)  # one step's
-    asked = contexts(40, seed=4, longest=3)
-    np.testing.assert_allclose(HiddenStates(engine).of(asked), plain(policy, asked), atol=ATOL)
-    with pytest.raises(RuntimeError, match="of 80 hidden states were not seen in 3 attempts"):
-        HiddenStates(engine).of(contexts(80, seed=4, longest=3))
-    assert engine.apply_model(untapped) == [True]
-
-
 def test_rows_that_are_held_are_bounded(monkeypatch):
     monkeypatch.setattr(hidden_states, "_HELD_ROWS", 100)
     tap = Tap(lambda states: states)
@@ -257,3 +242,21 @@ def test_a_rank_that_computes_no_logits_has_no_states_and_others_are_asked():
     assert nothing == [None, None]
     found = hidden_states._found([4, 7], [nothing, [np.ones(3), None]])
     assert list(found) == [4]
+
+
+@pytest.mark.trl
+def test_states_of_an_engine_that_trl_built_and_updated(tiny_model, tmp_path):
+    pytest.importorskip("trl")
+    import trl_runs
+    import vllm_cpu
+    from trl import GRPOConfig, GRPOTrainer
+
+    vllm_cpu.repair()
+    engine = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=64)
+    args = trl_runs.settings(tmp_path, GRPOConfig, max_steps=2, **engine)
+    trainer = trl_runs.build(tiny_model, args, trainer=GRPOTrainer)
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    asked = contexts(20, longest=63)
+    states = HiddenStates(trainer.vllm_generation.llm).of(asked)
+    np.testing.assert_allclose(states, plain(trainer.model, asked), atol=ATOL)
