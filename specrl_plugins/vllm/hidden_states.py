@@ -18,10 +18,10 @@ ever.
 
 What else vLLM offers, and why it is not used:
 
-- Custom logits processors are given the rows of a batch in order. Up to 0.31 an engine that has one, or in whose
+- Custom logits processors are given the rows of a batch in order. In 0.29 an engine that has one, or in whose
   environment one is installed, falls back to the older of vLLM's two model runners, which changes speed and rounding
-  for all requests; from 0.32 on the newer runner wants another interface and refuses this one. They are refused beside
-  speculative decoding, and an engine that is already there takes none.
+  for all requests; in 0.31 the newer runner has an interface of its own and refuses processors of the other. They are
+  refused beside speculative decoding, and an engine that is already there takes none.
 - Hidden-state extraction (`speculative_config={"method": "extract_hidden_states"}`) takes the place of speculative
   decoding, gives states before the final norm and hands them over in files.
 - A pooling model returns states, but cannot generate: it would be a second engine with weights of its own.
