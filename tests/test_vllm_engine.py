@@ -108,3 +108,59 @@ def test_the_stand_in_passes_everything_else_through(llm):
     assert len(outputs[0].outputs[0].token_ids) > 0
     with pytest.raises(RuntimeError, match=r"without calling LLM\.generate"):
         intercepted.run_instead(lambda engine: None, lambda: None)
+
+
+def test_prompt_log_probs_filed_at_once_are_those_filed_by_position(llm):
+    from dataclasses import fields
+
+    from vllm.logprobs import FlatLogprobs
+
+    from specrl_plugins.vllm.engine import prompt_logprobs_at_once, scoring_params
+
+    rng = np.random.default_rng(3)
+    requests = [{"prompt_token_ids": rng.integers(4, 48, length).tolist()} for length in (1, 2, 150)]
+    other = scoring_params()
+    other.prompt_logprobs = 2
+    for params in (scoring_params(), other):  # the other one is not ours: it stays as it is
+        by_position = llm.generate(requests, sampling_params=params, use_tqdm=False)
+        assert llm.reset_prefix_cache()
+        with prompt_logprobs_at_once():
+            at_once = llm.generate(requests, sampling_params=params, use_tqdm=False)
+        for expected, filed in zip(by_position, at_once, strict=True):
+            for field in fields(FlatLogprobs):
+                assert list(getattr(filed.prompt_logprobs, field.name)) == pytest.approx(
+                    list(getattr(expected.prompt_logprobs, field.name)), abs=1e-4
+                )
+
+
+def test_a_kv_cache_too_small_for_all_drafts_still_holds_the_last_ones_for_their_continuation(tiny_model):
+    from vllm import LLM
+
+    small = LLM(
+        model=tiny_model,
+        max_model_len=256,
+        enforce_eager=True,
+        dtype="float32",
+        gpu_memory_utilization=0.2,
+        logprobs_mode="processed_logprobs",
+        kv_cache_memory_bytes=4 << 20,  # 32 blocks of 128 tokens: 16 of the 48 drafts
+    )
+    hits = []
+    generate = small.generate
+
+    def counted(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        hits.append(sum(output.num_cached_tokens or 0 for output in outputs))
+        return outputs
+
+    small.generate = counted
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(4, 48, 4).tolist() for _ in range(48)]
+    drafts = [rng.integers(4, 48, 200).astype(np.int32) for _ in prompts]
+    contexts = [prompt + draft[:150].tolist() for prompt, draft in zip(prompts, drafts, strict=True)]
+    speculative = engine(small, seed=1)
+    speculative.score(prompts, drafts)
+    made = speculative.generate(contexts, [4] * len(contexts))
+    assert hits[-1] >= 128 * 8  # in the order of scoring: none
+    again = speculative.generate(contexts[:1], [4])
+    assert made[0].tokens.tolist() == again[0].tokens.tolist()  # answers are in the order of what was asked
