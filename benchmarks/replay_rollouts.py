@@ -18,7 +18,7 @@ forced, so that both sides make the same tokens:
 
 Every measurement is a line of `OUT/measurements.jsonl` as soon as it is made, and `OUT/summary.json` is rewritten after
 each: medians, and ratios of measurements of the same repeat. Where the benchmark was cut off, the same command goes on
-with the repeats that are missing.
+with the repeats that are missing or incomplete.
 """
 
 from __future__ import annotations
@@ -474,21 +474,27 @@ KINDS = ("plain", "cold", "engine", "trainer", "limit", "limit_logprobs")
 
 
 def ratios(repeat: dict[str, dict[str, float]]) -> dict[str, float]:
-    """What the measurements of one repeat say.
+    """What the measurements of one repeat say, as far as they were made.
 
     Args:
         repeat (`dict`): seconds of each kind of measurement.
     """
-    total = {kind: seconds["total_s"] for kind, seconds in repeat.items()}
-    found = {"cold_over_plain": total["cold"] / total["plain"]}
+
+    def ratio(over: tuple[str, str], under: tuple[str, str]) -> float | None:
+        if over[0] in repeat and under[0] in repeat:
+            return repeat[over[0]][over[1]] / repeat[under[0]][under[1]]
+        return None
+
+    plain, limit, total = ("plain", "total_s"), ("limit", "total_s"), "total_s"
+    found = {"cold_over_plain": ratio(("cold", total), plain)}
     for verifier in ("trainer", "engine"):
         found |= {
-            f"rollout_speedup_{verifier}": total["plain"] / total[verifier],
-            f"limit_share_{verifier}": total["limit"] / total[verifier],
-            f"limit_share_with_logprobs_{verifier}": total["limit_logprobs"] / total[verifier],
-            f"verify_over_prefill_{verifier}": repeat[verifier]["verify_s"] / repeat["limit"]["prefill_s"],
+            f"rollout_speedup_{verifier}": ratio(plain, (verifier, total)),
+            f"limit_share_{verifier}": ratio(limit, (verifier, total)),
+            f"limit_share_with_logprobs_{verifier}": ratio(("limit_logprobs", total), (verifier, total)),
+            f"verify_over_prefill_{verifier}": ratio((verifier, "verify_s"), ("limit", "prefill_s")),
         }
-    return found
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class Record:
@@ -527,27 +533,33 @@ class Record:
             os.fsync(file.fileno())
 
     def repeats(self, name: str) -> list[dict[str, dict[str, float]]]:
-        """The complete repeats of a setting: seconds of each kind, all measured in one process."""
+        """The repeats of a setting, each of one process: seconds of each kind that was measured."""
         found: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
         for line in self.lines:
             if line.get("setting") == name:
                 found.setdefault((line["process"], line["repeat"]), {})[line["kind"]] = line["measured"]
-        return [repeat for repeat in found.values() if repeat.keys() >= set(KINDS)]
+        return list(found.values())
+
+    def complete(self, name: str) -> int:
+        """How many repeats of a setting have everything."""
+        return sum(repeat.keys() >= set(KINDS) for repeat in self.repeats(name))
 
     def summary(self) -> dict[str, Any]:
         processes = [line for line in self.lines if "command" in line]
-        named = {line["setting"]: line["tokens"] for line in self.lines if "setting" in line}
         settings = {}
-        for name, tokens in named.items():
-            if repeats := self.repeats(name):
-                settings[name] = {
-                    "tokens": tokens,
-                    "repeats": len(repeats),
-                    "seconds": {kind: _medians([repeat[kind] for repeat in repeats]) for kind in KINDS},
-                    "ratios": _medians([ratios(repeat) for repeat in repeats]),
-                    "ratios_least": _medians([ratios(repeat) for repeat in repeats], min),
-                    "ratios_most": _medians([ratios(repeat) for repeat in repeats], max),
-                }
+        for name, tokens in {line["setting"]: line["tokens"] for line in self.lines if "setting" in line}.items():
+            repeats = self.repeats(name)
+            compared = [ratios(repeat) for repeat in repeats]
+            measured = {kind: [repeat[kind] for repeat in repeats if kind in repeat] for kind in KINDS}
+            settings[name] = {
+                "tokens": tokens,
+                "repeats": len(repeats),
+                "complete_repeats": self.complete(name),
+                "seconds": {kind: _over(rows, statistics.median) for kind, rows in measured.items() if rows},
+                "ratios": _over(compared, statistics.median),
+                "ratios_least": _over(compared, min),
+                "ratios_most": _over(compared, max),
+            }
         return {**processes[-1], "processes": processes, "settings": settings}
 
 
@@ -560,8 +572,10 @@ def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     yield from (json.loads(line) for line in path.read_text().splitlines())
 
 
-def _medians(rows: list[dict[str, float]], of: Callable[[list[float]], float] = statistics.median) -> dict[str, float]:
-    return {name: round(of([row[name] for row in rows]), 4) for name in rows[0]}
+def _over(rows: list[dict[str, float]], average: Callable[[list[float]], float]) -> dict[str, float]:
+    """One value a name, over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: round(average([row[name] for row in rows if name in row]), 4) for name in names}
 
 
 def header(shape: str, commit: str) -> dict[str, Any]:
@@ -600,15 +614,18 @@ def main() -> None:
     base, run = Setting(), Setting(profile=str(options.run), rows=1024)
     sweep = [Setting(reuse=share) for share in options.reuse] + [Setting(mean=tokens) for tokens in options.mean]
     sweep += [Setting(rows=rows) for rows in options.rows]  # the slowest ones last
-    wanted = [(base, options.repeats), (run, options.repeats), *((setting, 1) for setting in sweep)]
+    twice = [base, run] * min(2, options.repeats)  # the rest of their repeats come last, in case time runs out
+    plan = [*twice, *sweep, *[base, run] * max(0, options.repeats - 2)]
     record = Record(options.output, header(options.shape, options.commit))
-    missing = [
-        setting for setting, repeats in wanted for _ in range(max(0, repeats - len(record.repeats(setting.name))))
-    ]
+    done = {setting: record.complete(setting.name) for setting in plan}
+    missing = []  # with how often each was measured before
+    for number, setting in enumerate(plan):
+        if (before := plan[:number].count(setting)) >= done[setting]:
+            missing.append((setting, before))
     if not missing:
         print("nothing is missing")
         return
-    batches = {setting: make_batch(setting, shape) for setting in dict.fromkeys(missing)}
+    batches = {setting: make_batch(setting, shape) for setting in dict.fromkeys(setting for setting, _ in missing)}
     with tempfile.TemporaryDirectory() as directory:
         replay = Replay(
             shape,
@@ -619,9 +636,8 @@ def main() -> None:
         warm_up = make_batch(Setting(rows=8 * shape.scale * SAMPLES, mean=100), shape)
         for kind in KINDS:
             replay.measure(kind, warm_up)
-        for repeat, setting in enumerate(missing):
-            order = KINDS if repeat % 2 == 0 else KINDS[::-1]  # so that no kind is always the first
-            for kind in order:
+        for setting, repeat in missing:
+            for kind in KINDS if repeat % 2 == 0 else KINDS[::-1]:  # so that no kind is always the first
                 measured = replay.measure(kind, batches[setting])
                 tokens = batches[setting].lengths.totals()
                 record.add(
