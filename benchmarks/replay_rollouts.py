@@ -471,6 +471,7 @@ def _check(made: list[int], wanted: NDArray[np.int64]) -> None:
 
 
 KINDS = ("plain", "cold", "engine", "trainer", "limit", "limit_logprobs")
+SWEPT = ("plain", "engine", "trainer", "limit")  # what is measured where one thing is varied
 
 
 def ratios(repeat: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -540,9 +541,9 @@ class Record:
                 found.setdefault((line["process"], line["repeat"]), {})[line["kind"]] = line["measured"]
         return list(found.values())
 
-    def complete(self, name: str) -> int:
-        """How many repeats of a setting have everything."""
-        return sum(repeat.keys() >= set(KINDS) for repeat in self.repeats(name))
+    def complete(self, name: str, kinds: Sequence[str]) -> int:
+        """How many repeats of a setting have all these kinds of measurement."""
+        return sum(repeat.keys() >= set(kinds) for repeat in self.repeats(name))
 
     def summary(self) -> dict[str, Any]:
         processes = [line for line in self.lines if "command" in line]
@@ -554,7 +555,6 @@ class Record:
             settings[name] = {
                 "tokens": tokens,
                 "repeats": len(repeats),
-                "complete_repeats": self.complete(name),
                 "seconds": {kind: _over(rows, statistics.median) for kind, rows in measured.items() if rows},
                 "ratios": _over(compared, statistics.median),
                 "ratios_least": _over(compared, min),
@@ -616,12 +616,11 @@ def main() -> None:
     sweep += [Setting(rows=rows) for rows in options.rows]  # the slowest ones last
     twice = [base, run] * min(2, options.repeats)  # the rest of their repeats come last, in case time runs out
     plan = [*twice, *sweep, *[base, run] * max(0, options.repeats - 2)]
+    kinds = {setting: SWEPT if setting in sweep else KINDS for setting in plan}
     record = Record(options.output, header(options.shape, options.commit))
-    done = {setting: record.complete(setting.name) for setting in plan}
-    missing = []  # with how often each was measured before
-    for number, setting in enumerate(plan):
-        if (before := plan[:number].count(setting)) >= done[setting]:
-            missing.append((setting, before))
+    done = {setting: record.complete(setting.name, kinds[setting]) for setting in plan}
+    numbered = [(setting, plan[:place].count(setting)) for place, setting in enumerate(plan)]
+    missing = [(setting, repeat) for setting, repeat in numbered if repeat >= done[setting]]
     if not missing:
         print("nothing is missing")
         return
@@ -637,7 +636,7 @@ def main() -> None:
         for kind in KINDS:
             replay.measure(kind, warm_up)
         for setting, repeat in missing:
-            for kind in KINDS if repeat % 2 == 0 else KINDS[::-1]:  # so that no kind is always the first
+            for kind in kinds[setting][:: -1 if repeat % 2 else 1]:  # so that none is always the first
                 measured = replay.measure(kind, batches[setting])
                 tokens = batches[setting].lengths.totals()
                 record.add(

@@ -348,7 +348,7 @@ def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
     tokens = {name: setting["tokens"] for name, setting in settings.items() if name.startswith("spec-rl")}
     base = tokens[REPLAYED]
     # A panel for each thing that is varied: the settings that are like the base one in the other two.
-    alike = {"rows": lambda t: t["rows"], "reused": lambda t: round(t["reused_share"], 1), "long": _tokens_a_row}
+    alike = {"rows": lambda t: t["rows"], "reused": lambda t: t["reused_share"], "long": _tokens_a_row}
     labels = {"rows": "responses at once", "reused": "share of tokens reused", "long": "tokens a response"}
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
     for panel, varied in zip(panels, alike, strict=True):

@@ -103,10 +103,12 @@ def test_a_replay_that_was_cut_off_goes_on_with_what_is_missing(tmp_path):
     with first.path.open("a") as file:
         file.write('{"process": 0, "setting": ')  # killed while writing
     second = replay_rollouts.Record(tmp_path, HEADER)
-    assert second.complete(summarise.REPLAYED) == 1  # half a repeat is made again: processes are not mixed
+    assert (
+        second.complete(summarise.REPLAYED, replay_rollouts.KINDS) == 1
+    )  # half a repeat is made again: processes are not mixed
     for kind in reversed(list(MEASURED)):
         second.add(measurement(kind, repeat=1, faster=2.0))
-    assert second.complete(summarise.REPLAYED) == 2
+    assert second.complete(summarise.REPLAYED, replay_rollouts.KINDS) == 2
     setting = json.loads(second.summary_path.read_text())["settings"][summarise.REPLAYED]
     assert setting["seconds"]["plain"]["total_s"] == 10.0  # the median of 10, 10 and 5
     assert setting["seconds"]["cold"]["total_s"] == 6.0  # of 8 and 4

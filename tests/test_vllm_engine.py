@@ -110,27 +110,33 @@ def test_the_stand_in_passes_everything_else_through(llm):
         intercepted.run_instead(lambda engine: None, lambda: None)
 
 
-def test_prompt_log_probs_filed_at_once_are_those_filed_by_position(llm):
-    from dataclasses import fields
+@pytest.mark.parametrize("top", [0, 2])  # with others beside a token's own it is left to vLLM
+@pytest.mark.parametrize("flat", [True, False])
+def test_log_probs_filed_fast_are_those_that_vllm_files(llm, flat, top):
+    from dataclasses import asdict, is_dataclass
 
-    from vllm.logprobs import FlatLogprobs
+    from vllm import SamplingParams
 
-    from specrl_plugins.vllm.engine import prompt_logprobs_at_once, scoring_params
+    from specrl_plugins.vllm.logprobs import filed_fast
 
     rng = np.random.default_rng(3)
     requests = [{"prompt_token_ids": rng.integers(4, 48, length).tolist()} for length in (1, 2, 150)]
-    other = scoring_params()
-    other.prompt_logprobs = 2
-    for params in (scoring_params(), other):  # the other one is not ours: it stays as it is
-        by_position = llm.generate(requests, sampling_params=params, use_tqdm=False)
+    params = SamplingParams(
+        max_tokens=9, seed=5, ignore_eos=True, detokenize=False, prompt_logprobs=top, logprobs=top, flat_logprobs=flat
+    )
+
+    def results():
         assert llm.reset_prefix_cache()
-        with prompt_logprobs_at_once():
-            at_once = llm.generate(requests, sampling_params=params, use_tqdm=False)
-        for expected, filed in zip(by_position, at_once, strict=True):
-            for field in fields(FlatLogprobs):
-                assert list(getattr(filed.prompt_logprobs, field.name)) == pytest.approx(
-                    list(getattr(expected.prompt_logprobs, field.name)), abs=1e-4
-                )
+        for output in llm.generate(requests, sampling_params=params, use_tqdm=False):
+            completion = output.outputs[0]
+            yield completion.token_ids, completion.cumulative_logprob
+            for logprobs in (output.prompt_logprobs, completion.logprobs):
+                yield asdict(logprobs) if is_dataclass(logprobs) else logprobs
+
+    expected = list(results())
+    with filed_fast():
+        assert list(results()) == expected
+    assert list(results()) == expected  # and vLLM's own again
 
 
 def test_a_kv_cache_too_small_for_all_drafts_still_holds_the_last_ones_for_their_continuation(tiny_model):

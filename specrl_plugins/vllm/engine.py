@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
-from vllm.v1.engine.logprobs import LogprobsProcessor
-from vllm.v1.outputs import LogprobsTensors
 
 from specrl_plugins.engine import Continuation
 from specrl_plugins.ranks import OneRank, Ranks, own_rows
+from specrl_plugins.vllm.logprobs import filed_fast
 
 
 class VLLMEngine:
@@ -33,6 +31,7 @@ class VLLMEngine:
         self.llm = llm
         self.sampling_params = sampling_params
         self.ranks = ranks or OneRank()
+        self._scored = False  # whether drafts are in the prefix cache
 
     @property
     def max_context(self) -> int:
@@ -46,35 +45,35 @@ class VLLMEngine:
             ValueError: the sampled distribution is not the model's plain one.
         """
         refuse_shaped(self.sampling_params)
+        self._scored = True
         contexts = [prompt + tokens.tolist() for prompt, tokens in zip(prompts, continuations, strict=True)]
-        with prompt_logprobs_at_once():
-            outputs = self._call(contexts, [scoring_params()] * len(contexts))
+        outputs = self._call(contexts, [scoring_params()] * len(contexts))
         return [scores(output, tokens) for output, tokens in zip(outputs, continuations, strict=True)]
 
     def generate(self, contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
         """See [`Engine.generate`]."""
         params = {budget: continuing_params(self.sampling_params, budget) for budget in set(budgets)}
-        outputs = self._call(contexts, [params[budget] for budget in budgets], last_first=True)
+        # What was scored last is evicted last. Where the KV cache holds less than all that was scored, asking in the
+        # order of scoring would find nothing: each request would evict what the next one needs. Without drafts the
+        # order is the framework's own, and so are the samples.
+        outputs = self._call(contexts, [params[budget] for budget in budgets], last_first=self._scored)
         return [continuation(output) for output in outputs]
 
     def _call(
         self, contexts: Sequence[list[int]], params: Sequence[SamplingParams], last_first: bool = False
     ) -> list[RequestOutput]:
-        """Answers in the order of the contexts.
-
-        `last_first` asks in reverse. What was scored last was evicted last: where the KV cache holds less than all that
-        was scored, asking in the order of scoring would find nothing, since each request evicts what the next needs.
-        """
+        """Answers in the order of the contexts, whether they are asked for in that order or in reverse."""
         gathered = self.ranks.gather(list(zip(contexts, params, strict=True)))
         order = slice(None, None, -1 if last_first else 1)
         requests = [request for part in gathered for request in part][order]
         if not requests:
             return []
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": context} for context, _ in requests],
-            sampling_params=[params for _, params in requests],
-            use_tqdm=False,
-        )
+        with filed_fast():
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": context} for context, _ in requests],
+                sampling_params=[params for _, params in requests],
+                use_tqdm=False,
+            )
         return outputs[order][own_rows(self.ranks, gathered)]
 
 
@@ -146,29 +145,3 @@ def _flat(logprobs: object, count: int) -> tuple[NDArray[np.int32], NDArray[np.f
         raise RuntimeError("vLLM returned no flat log-probs, although they were asked for.")
     ids, values = logprobs.token_ids, logprobs.logprobs
     return np.asarray(ids[len(ids) - count :], np.int32), np.asarray(values[len(values) - count :], np.float32)
-
-
-@contextmanager
-def prompt_logprobs_at_once() -> Iterator[None]:
-    """While it lasts, vLLM files the prompt log-probs of [`scoring_params`] in one go, not position by position."""
-    by_position = LogprobsProcessor._update_prompt_logprobs
-
-    def at_once(self: LogprobsProcessor, tensors: LogprobsTensors) -> None:
-        filed = self.prompt_logprobs
-        if self.num_prompt_logprobs or self.tokenizer is not None or not isinstance(filed, FlatLogprobs):
-            by_position(self, tensors)  # asked for by somebody else
-            return
-        ids, logprobs, ranks, *_ = tensors
-        start, count = len(filed.token_ids), len(ids)
-        filed.token_ids.extend(ids[:, 0].tolist())
-        filed.logprobs.extend(logprobs[:, 0].tolist())
-        filed.ranks.extend(ranks.tolist())
-        filed.decoded_tokens.extend([None] * count)
-        filed.start_indices.extend(range(start, start + count))
-        filed.end_indices.extend(range(start + 1, start + count + 1))
-
-    LogprobsProcessor._update_prompt_logprobs = at_once
-    try:
-        yield
-    finally:
-        LogprobsProcessor._update_prompt_logprobs = by_position
