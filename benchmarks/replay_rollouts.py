@@ -608,7 +608,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[128, 2048], help="responses at once, beside 512")
     parser.add_argument("--reuse", type=float, nargs="*", default=[0.9, 0.33], help="shares reused, beside 0.67")
     parser.add_argument("--mean", type=int, nargs="*", default=[300], help="tokens of a response, beside 900")
-    parser.add_argument("--commit", default=core.commit(), help="where the checkout has no history to ask")
+    parser.add_argument("--commit", help="what is measured, where the checkout has no history to ask")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     base, run = Setting(), Setting(profile=str(options.run), rows=1024)
@@ -617,7 +617,7 @@ def main() -> None:
     twice = [base, run] * min(2, options.repeats)  # the rest of their repeats come last, in case time runs out
     plan = [*twice, *sweep, *[base, run] * max(0, options.repeats - 2)]
     kinds = {setting: SWEPT if setting in sweep else KINDS for setting in plan}
-    record = Record(options.output, header(options.shape, options.commit))
+    record = Record(options.output, header(options.shape, options.commit or core.commit()))
     done = {setting: record.complete(setting.name, kinds[setting]) for setting in plan}
     numbered = [(setting, plan[:place].count(setting)) for place, setting in enumerate(plan)]
     missing = [(setting, repeat) for setting, repeat in numbered if repeat >= done[setting]]
