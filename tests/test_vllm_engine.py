@@ -108,3 +108,65 @@ def test_the_stand_in_passes_everything_else_through(llm):
     assert len(outputs[0].outputs[0].token_ids) > 0
     with pytest.raises(RuntimeError, match=r"without calling LLM\.generate"):
         intercepted.run_instead(lambda engine: None, lambda: None)
+
+
+@pytest.mark.parametrize("top", [0, 2])  # with others beside a token's own it is left to vLLM
+@pytest.mark.parametrize("flat", [True, False])
+def test_log_probs_filed_fast_are_those_that_vllm_files(llm, flat, top):
+    from dataclasses import asdict, is_dataclass
+
+    from vllm import SamplingParams
+
+    from specrl_plugins.vllm.logprobs import filed_fast
+
+    rng = np.random.default_rng(3)
+    requests = [{"prompt_token_ids": rng.integers(4, 48, length).tolist()} for length in (1, 2, 150)]
+    params = SamplingParams(
+        max_tokens=9, seed=5, ignore_eos=True, detokenize=False, prompt_logprobs=top, logprobs=top, flat_logprobs=flat
+    )
+
+    def results():
+        assert llm.reset_prefix_cache()
+        for output in llm.generate(requests, sampling_params=params, use_tqdm=False):
+            completion = output.outputs[0]
+            yield completion.token_ids, completion.cumulative_logprob
+            for logprobs in (output.prompt_logprobs, completion.logprobs):
+                yield asdict(logprobs) if is_dataclass(logprobs) else logprobs
+
+    expected = list(results())
+    with filed_fast():
+        assert list(results()) == expected
+    assert list(results()) == expected  # and vLLM's own again
+
+
+def test_a_kv_cache_too_small_for_all_drafts_still_holds_the_last_ones_for_their_continuation(tiny_model):
+    from vllm import LLM
+
+    small = LLM(
+        model=tiny_model,
+        max_model_len=256,
+        enforce_eager=True,
+        dtype="float32",
+        gpu_memory_utilization=0.2,
+        logprobs_mode="processed_logprobs",
+        kv_cache_memory_bytes=4 << 20,  # 32 blocks of 128 tokens: 16 of the 48 drafts
+    )
+    hits = []
+    generate = small.generate
+
+    def counted(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        hits.append(sum(output.num_cached_tokens or 0 for output in outputs))
+        return outputs
+
+    small.generate = counted
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(4, 48, 4).tolist() for _ in range(48)]
+    drafts = [rng.integers(4, 48, 200).astype(np.int32) for _ in prompts]
+    contexts = [prompt + draft[:150].tolist() for prompt, draft in zip(prompts, drafts, strict=True)]
+    speculative = engine(small, seed=1)
+    speculative.score(prompts, drafts)
+    made = speculative.generate(contexts, [4] * len(contexts))
+    assert hits[-1] >= 128 * 8  # in the order of scoring: none
+    again = speculative.generate(contexts[:1], [4])
+    assert made[0].tokens.tolist() == again[0].tokens.tolist()  # answers are in the order of what was asked

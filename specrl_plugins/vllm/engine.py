@@ -11,6 +11,7 @@ from vllm.logprobs import FlatLogprobs
 
 from specrl_plugins.engine import Continuation
 from specrl_plugins.ranks import OneRank, Ranks, own_rows
+from specrl_plugins.vllm.logprobs import filed_fast
 
 
 class VLLMEngine:
@@ -30,6 +31,7 @@ class VLLMEngine:
         self.llm = llm
         self.sampling_params = sampling_params
         self.ranks = ranks or OneRank()
+        self._scored = False  # whether drafts are in the prefix cache
 
     @property
     def max_context(self) -> int:
@@ -43,31 +45,36 @@ class VLLMEngine:
             ValueError: the sampled distribution is not the model's plain one.
         """
         refuse_shaped(self.sampling_params)
-        outputs = self._call(
-            [prompt + tokens.tolist() for prompt, tokens in zip(prompts, continuations, strict=True)],
-            [scoring_params() for _ in prompts],
-        )
-        return [
-            scores(output, prompt, tokens)
-            for output, prompt, tokens in zip(outputs, prompts, continuations, strict=True)
-        ]
+        self._scored = True
+        contexts = [prompt + tokens.tolist() for prompt, tokens in zip(prompts, continuations, strict=True)]
+        outputs = self._call(contexts, [scoring_params()] * len(contexts))
+        return [scores(output, tokens) for output, tokens in zip(outputs, continuations, strict=True)]
 
     def generate(self, contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
         """See [`Engine.generate`]."""
-        params = [continuing_params(self.sampling_params, budget) for budget in budgets]
-        return [continuation(output) for output in self._call(contexts, params)]
+        params = {budget: continuing_params(self.sampling_params, budget) for budget in set(budgets)}
+        # What was scored last is evicted last. Where the KV cache holds less than all that was scored, asking in the
+        # order of scoring would find nothing: each request would evict what the next one needs. Without drafts the
+        # order is the framework's own, and so are the samples.
+        outputs = self._call(contexts, [params[budget] for budget in budgets], last_first=self._scored)
+        return [continuation(output) for output in outputs]
 
-    def _call(self, contexts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    def _call(
+        self, contexts: Sequence[list[int]], params: Sequence[SamplingParams], last_first: bool = False
+    ) -> list[RequestOutput]:
+        """Answers in the order of the contexts, whether they are asked for in that order or in reverse."""
         gathered = self.ranks.gather(list(zip(contexts, params, strict=True)))
-        requests = [request for part in gathered for request in part]
+        order = slice(None, None, -1 if last_first else 1)
+        requests = [request for part in gathered for request in part][order]
         if not requests:
             return []
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": context} for context, _ in requests],
-            sampling_params=[params for _, params in requests],
-            use_tqdm=False,
-        )
-        return outputs[own_rows(self.ranks, gathered)]
+        with filed_fast():
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": context} for context, _ in requests],
+                sampling_params=[params for _, params in requests],
+                use_tqdm=False,
+            )
+        return outputs[order][own_rows(self.ranks, gathered)]
 
 
 def scoring_params() -> SamplingParams:
@@ -75,9 +82,9 @@ def scoring_params() -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
 
 
-def scores(output: RequestOutput, prompt: list[int], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+def scores(output: RequestOutput, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
     """Log-probs, nats, of shape `(tokens,)`, of what follows the prompt, out of the answer to [`scoring_params`]."""
-    ids, logprobs = _flat(output.prompt_logprobs, start=len(prompt))
+    ids, logprobs = _flat(output.prompt_logprobs, len(tokens))
     if not np.array_equal(ids, tokens):
         raise RuntimeError("vLLM returned prompt log-probs of other tokens than those it was asked to score.")
     return logprobs
@@ -96,8 +103,8 @@ def continuing_params(sampling_params: SamplingParams, budget: int) -> SamplingP
 def continuation(output: RequestOutput) -> Continuation:
     """What vLLM generated, out of the answer to [`continuing_params`]."""
     completion = output.outputs[0]
-    ids, logprobs = _flat(completion.logprobs)
     tokens = np.asarray(completion.token_ids, np.int32)
+    ids, logprobs = _flat(completion.logprobs, len(tokens))
     if not np.array_equal(ids, tokens):
         raise RuntimeError("vLLM returned log-probs of other tokens than those it sampled.")
     return Continuation(tokens, logprobs, "stop" if completion.finish_reason == "stop" else "length")
@@ -132,10 +139,9 @@ def _shaping_settings(params: SamplingParams) -> list[str]:
     return [f"{name}={value}" for name, value in values.items() if value not in neutral[name]]
 
 
-def _flat(logprobs: object, start: int = 0) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Token ids and log-probs from position `start` on. The token in question comes first at each position."""
+def _flat(logprobs: object, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Token ids and log-probs of the last `count` positions, which hold nothing but the token in question."""
     if not isinstance(logprobs, FlatLogprobs):
         raise RuntimeError("vLLM returned no flat log-probs, although they were asked for.")
-    first = logprobs.start_indices[start:]
-    ids = np.array([logprobs.token_ids[i] for i in first], np.int32)
-    return ids, np.array([logprobs.logprobs[i] for i in first], np.float32)
+    ids, values = logprobs.token_ids, logprobs.logprobs
+    return np.asarray(ids[len(ids) - count :], np.int32), np.asarray(values[len(values) - count :], np.float32)

@@ -40,7 +40,7 @@ class VLLMRequest:
         self.output: RequestOutput | None = None
 
     async def score(self, prompt: list[int], continuation: NDArray[np.int32]) -> NDArray[np.float32]:
-        return scores(await self._ask(prompt + continuation.tolist(), scoring_params()), prompt, continuation)
+        return scores(await self._ask(prompt + continuation.tolist(), scoring_params()), continuation)
 
     async def generate(self, context: list[int], budget: int) -> Continuation:
         params = continuing_params(self.sampling_params, budget)

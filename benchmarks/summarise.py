@@ -1,0 +1,389 @@
+"""The newest figures: copied from the result files into `results/summary.json`, and from there into `docs/results.md`.
+
+    python benchmarks/summarise.py           # writes benchmarks/results/summary.json
+    python benchmarks/summarise.py --docs    # and the tables and charts of docs/results.md
+
+Each figure has a list of places where it may be found; the first one that exists is taken, and said. A figure that
+nothing has measured is left out. In `docs/results.md` only what is between `<!-- table: NAME -->` and `<!-- end -->` is
+written, so that text around the tables is free to edit and holds no figures of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
+REPLAYED = "spec-rl-512-rows-0.67-reused-900-tokens"  # the setting that the figures of the replay are of
+REPLAY_COMMAND = "python benchmarks/replay_rollouts.py --output benchmarks/results/replay-h200"
+
+Path_ = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a figure may be found.
+
+    Args:
+        directory (`str`): below `benchmarks/results`; its `summary.json` is meant. `"*"` for whichever holds it.
+        value (`Path_`): keys and indices that lead to it in there.
+        over (`Path_`, *optional*): the figure is `value` divided by what this leads to.
+    """
+
+    directory: str
+    value: Path_
+    over: Path_ | None = None
+
+    def read(self, results: Path) -> dict[str, Any] | None:
+        """The figure with where it is from; `None` where it is not there."""
+        for path in sorted(results.glob(f"{self.directory}/summary.json")):
+            summary = json.loads(path.read_text())
+            value, over = _at(summary, self.value), _at(summary, self.over) if self.over else 1.0
+            if value is not None and over is not None:
+                return {
+                    "value": value / over if self.over else value,
+                    "source": f"benchmarks/results/{path.parent.name}/summary.json",
+                    "from": " / ".join(".".join(map(str, p)) for p in (self.value, self.over) if p),
+                    **_origin(summary, self.value, self.over),
+                }
+        return None
+
+
+def _replay(name: str) -> Place:
+    return Place("replay-h200", ("settings", REPLAYED, "ratios", name))
+
+
+def _trl(plain: Path_, reuse: Path_) -> Place:
+    return Place("trl-h200", ("runs", *plain), ("runs", *reuse))
+
+
+def _openrlhf(stage: str) -> Place:
+    after = ("medians_after_first_epoch", f"timing/{stage}")
+    return Place("openrlhf-h200", ("runs", "plain", *after), ("runs", "reuse", *after))
+
+
+_CORE = ("now", 0, "caches", 0)
+
+FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
+    # name: what it is, its goal, where it may be found (best first)
+    "rollout_speedup": (
+        "rollout stage from the second epoch on, plain / reuse verified by the trainer (the default), all included",
+        ">= 2.2",
+        [_replay("rollout_speedup_trainer"), _trl(("plain", "warm", "rollout_s"), ("reuse", "warm", "rollout_s"))],
+    ),
+    "rollout_speedup_engine": (
+        "the same, verified by the engine",
+        ">= 2.2",
+        [_replay("rollout_speedup_engine"), _trl(("plain", "warm", "rollout_s"), ("engine", "warm", "rollout_s"))],
+    ),
+    "limit_share": (
+        "prefill of the drafts and decoding of the missing tokens, both bare / our rollout stage, trainer",
+        ">= 0.9",
+        [_replay("limit_share_trainer")],
+    ),
+    "limit_share_engine": ("the same, verified by the engine", ">= 0.9", [_replay("limit_share_engine")]),
+    "limit_share_with_logprobs": (
+        "as `limit_share`, but the limit returns the log-probs that TRL asks for",
+        None,
+        [_replay("limit_share_with_logprobs_trainer")],
+    ),
+    "limit_share_with_logprobs_engine": (
+        "the same, verified by the engine",
+        None,
+        [_replay("limit_share_with_logprobs_engine")],
+    ),
+    "verify_over_prefill": (
+        "verification by the trainer / the engine's bare prefill of the same tokens",
+        "<= 1.25",
+        [_replay("verify_over_prefill_trainer")],
+    ),
+    "verify_over_prefill_engine": (
+        "verification by the engine / its bare prefill of the same tokens",
+        "<= 1.25",
+        [_replay("verify_over_prefill_engine")],
+    ),
+    "cold_over_plain": (
+        "rollout stage of the first epoch, where nothing is cached: ours / plain",
+        "<= 1",
+        [_replay("cold_over_plain"), _trl(("reuse", "cold", "rollout_s"), ("plain", "cold", "rollout_s"))],
+    ),
+    "step_speedup": (
+        "whole training step from the second epoch on, plain / reuse",
+        None,
+        [_trl(("plain", "warm", "step_s"), ("reuse", "warm", "step_s"))],
+    ),
+    "time_to_reward": (
+        "seconds of training until a reward is reached, plain / reuse",
+        None,
+        [Place("*", ("time_to_reward",))],
+    ),
+    "core_seconds_per_million_tokens": (
+        "CPU seconds of looking up, accepting, assembling and storing a million tokens, one core, 10,000 held",
+        "<= 0.3",
+        [Place("core", (*_CORE, "runs", 0, "seconds_a_million_tokens", "all", "cpu_s", "median"))],
+    ),
+    "bytes_per_token": (
+        "bytes on disk of a cached token, filled in one go",
+        "<= 5",
+        [Place("core", (*_CORE, "bytes_a_token_when_new"))],
+    ),
+    "bytes_per_token_in_use": (
+        "the same after processes have replaced each row several times",
+        "<= 5",
+        [Place("core", (*_CORE, "bytes_a_token_after_rollouts"))],
+    ),
+    "openrlhf_rollout_speedup": (
+        "OpenRLHF: generation from the second epoch on, plain / reuse, all included",
+        None,
+        [_openrlhf("generation")],
+    ),
+    "openrlhf_step_speedup": ("OpenRLHF: whole step, plain / reuse", None, [_openrlhf("step_total")]),
+}
+
+
+def _at(summary: Any, path: Path_) -> Any:
+    for key in path:
+        try:
+            summary = summary[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return summary
+
+
+def _origin(summary: dict[str, Any], *paths: Path_ | None) -> dict[str, Any]:
+    """Command, commit, hardware and versions: what stands nearest to the figures in their file."""
+    nearest: dict[str, Any] = {}
+    commands: list[str] = []
+    for path in filter(None, paths):
+        nodes = [summary]
+        for key in path[:-1]:
+            nodes.append(nodes[-1][key])
+        for node in (node for node in nodes if isinstance(node, dict)):
+            nearest |= {name: node[name] for name in ("commit", "versions", "python") if name in node}
+            if machine := _hardware(node):
+                nearest["hardware"] = machine
+        given = [
+            node[name] for node in nodes if isinstance(node, dict) for name in ("command", "commands") if name in node
+        ]
+        commands += given[-1] if given and isinstance(given[-1], list) else given[-1:]
+    return {
+        "command": list(dict.fromkeys(commands)),
+        "commit": nearest["commit"],
+        "hardware": nearest["hardware"],
+        "versions": nearest["versions"] | ({"python": nearest["python"]} if "python" in nearest else {}),
+    }
+
+
+def _hardware(node: dict[str, Any]) -> str | None:
+    if "hardware" in node:
+        return node["hardware"]
+    if "device" in node:
+        return f"{node['device']}, {node['cores']} CPU cores"
+    if "gpus" in node:
+        return ", ".join(node["gpus"])
+    if isinstance(node.get("machine"), dict):
+        return f"{node['machine']['cpu']}, {node['machine']['cores']} CPU cores, busy with other work"
+    return None
+
+
+def summarise(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """The newest figures, by name, each with what it is and where it is from."""
+    summary = {}
+    for name, (what, goal, places) in FIGURES.items():
+        if found := next((entry for place in places if (entry := place.read(results))), None):
+            if isinstance(found["value"], float):
+                found["value"] = float(f"{found['value']:.4g}")
+            summary[name] = {"what": what, **({"goal": goal} if goal else {}), **found}
+    return summary
+
+
+# SPEC-RL (arXiv 2509.23232), table 13: seconds a step on 8 H100, from the second epoch on the same prompts.
+# name: plain rollout; with reuse: rollout, verification, assembly
+PUBLISHED = {
+    "SPEC-RL, Qwen3-1.7B, GRPO": (309.9, 135.2, 22.1, 1.5),
+    "SPEC-RL, Qwen3-8B, GRPO": (768.2, 305.8, 74.7, 1.3),
+    "SPEC-RL, Qwen3-8B, DAPO": (699.2, 243.0, 51.0, 1.1),
+}
+
+
+def stages(results: Path = RESULTS) -> dict[str, tuple[float, float, float, float]]:
+    """Seconds of the rollout stage, SPEC-RL's and ours: plain; with reuse generation, verification, and the rest."""
+    rows = dict(PUBLISHED)
+    if (path := results / "replay-h200" / "summary.json").exists():
+        seconds = json.loads(path.read_text())["settings"][REPLAYED]["seconds"]
+        for verifier in ("trainer", "engine"):
+            if verifier in seconds and "plain" in seconds:
+                took = seconds[verifier]
+                rest = took["total_s"] - took["generate_s"] - took["verify_s"]
+                name = f"replay, Qwen3-1.7B's shape, by the {verifier}"
+                rows[name] = (seconds["plain"]["total_s"], took["generate_s"], took["verify_s"], rest)
+    if (path := results / "trl-h200" / "summary.json").exists():
+        runs = json.loads(path.read_text())["runs"]
+        for run, verifier in (("reuse", "trainer"), ("engine", "engine")):
+            took = runs[run]["warm_stages_s"]
+            total = runs[run]["warm"]["rollout_s"]
+            rest = total - took["generate_s"] - took["verify_s"]
+            plain = runs["plain"]["warm"]["rollout_s"]
+            name = f"training, SmolLM2-135M, TRL, by the {verifier}"
+            rows[name] = (plain, took["generate_s"], took["verify_s"], rest)
+    return rows
+
+
+def tables(results: Path = RESULTS) -> dict[str, str]:
+    """The tables of `docs/results.md`, by name."""
+    return {
+        "figures": _figures(summarise(results)),
+        "stages": _stages(stages(results)),
+        "replay": _replayed(results),
+    }
+
+
+def _figures(summary: dict[str, dict[str, Any]]) -> str:
+    """A table for each result file, with its command above it."""
+    parts = []
+    origins = {(entry["source"], *entry["command"]): entry for entry in summary.values()}
+    for origin, first in origins.items():
+        mine = {name: e for name, e in summary.items() if (e["source"], *e["command"]) == origin}
+        versions = ", ".join(f"{package} {version}" for package, version in first["versions"].items())
+        source = f"[`{first['source'].removeprefix('benchmarks/')}`](../{first['source']})"
+        parts.append(f"{source}: {first['hardware']}; {versions}; commit {first['commit']}")
+        parts.append("\n".join(f"    {command}" for command in first["command"]))
+        rows = [["figure", "value", "goal", "what it is"]]
+        rows += [[f"`{n}`", _shown(e["value"]), e.get("goal", ""), e["what"]] for n, e in mine.items()]
+        parts.append(_markdown(rows))
+    if missing := [f"`{name}`" for name in FIGURES if name not in summary]:
+        parts.append(f"Not measured yet: {', '.join(missing)}.")
+    return "\n\n".join(parts)
+
+
+def _stages(rows: dict[str, tuple[float, float, float, float]]) -> str:
+    lines = [
+        ["", "plain, s", "generation, s", "verification, s", "rest, s", "plain / generation", "plain / all of reuse"]
+    ]
+    for name, (plain, generation, verification, rest) in rows.items():
+        seconds = [f"{value:.4g}" for value in (plain, generation, verification, rest)]
+        everything = generation + verification + rest
+        lines.append([name, *seconds, f"{plain / generation:.2f}x", f"{plain / everything:.2f}x"])
+    return _markdown(lines)
+
+
+def _replayed(results: Path) -> str:
+    path = results / "replay-h200" / "summary.json"
+    if not path.exists():
+        return f"Not measured yet:\n\n    {REPLAY_COMMAND}"
+    summary = json.loads(path.read_text())
+    kinds = ("plain", "cold", "trainer", "engine", "limit")
+    lines = [["responses", "tokens each", "reused", *(f"{kind}, s" for kind in kinds), "trainer", "engine", "repeats"]]
+    for setting in summary["settings"].values():
+        tokens, seconds = setting["tokens"], setting["seconds"]
+        speedups = [setting["ratios"].get(f"rollout_speedup_{verifier}") for verifier in ("trainer", "engine")]
+        lines.append(
+            [
+                f"{tokens['rows']:,}",
+                f"{_tokens_a_row(tokens):.0f}",
+                f"{tokens['reused_share']:.0%}",
+                *(f"{seconds[kind]['total_s']:.4g}" if kind in seconds else "" for kind in kinds),
+                *(f"{speedup:.2f}x" if speedup else "" for speedup in speedups),
+                str(setting["repeats"]),
+            ]
+        )
+    commands = "\n".join(f"    {process['command']}" for process in summary["processes"])
+    return f"{commands}\n\n{_markdown(lines)}\n\n![Seconds of a rollout stage, plain and with reuse](replay.png)"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else f"`{json.dumps(value)}`"
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+
+
+def filled(text: str, tables: dict[str, str]) -> str:
+    """The text with what is between the marks of each table replaced.
+
+    Raises:
+        ValueError: the text has no place for a table.
+    """
+    for name, table in tables.items():
+        mark, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+        before, found, after = text.partition(mark)
+        if not found or end not in after:
+            raise ValueError(f"there is no `{mark.strip()}` followed by `{end}` to put a table into")
+        text = f"{before}{mark}\n{table}\n\n{after[after.index(end) :]}"
+    return text
+
+
+def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
+    """The charts of `docs/results.md`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    # Of the Okabe-Ito palette, which colour-blind readers can tell apart.
+    grey, blue, orange, green = "#5f5f5f", "#0072B2", "#D55E00", "#009E73"
+    rows = stages(results)
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.2), layout="constrained")
+    left = [0.0] * len(rows)
+    for index, (part, colour) in enumerate((("generation", blue), ("verification", orange), ("rest", grey)), start=1):
+        shares = [row[index] / row[0] for row in rows.values()]
+        axes.barh(list(rows), shares, left=left, color=colour, label=part)
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    axes.axvline(1.0, color="black", linewidth=1, linestyle=":")
+    axes.set_xlabel("seconds with reuse / seconds of the plain rollout (dotted)")
+    axes.invert_yaxis()
+    figure.legend(frameon=False, loc="outside upper center", ncols=3)
+    figure.savefig(docs / "results.png", dpi=110)
+    path = results / "replay-h200" / "summary.json"
+    if not path.exists():
+        return
+    settings = json.loads(path.read_text())["settings"]
+    tokens = {name: setting["tokens"] for name, setting in settings.items() if name.startswith("spec-rl")}
+    base = tokens[REPLAYED]
+    # A panel for each thing that is varied: the settings that are like the base one in the other two.
+    alike = {"rows": lambda t: t["rows"], "reused": lambda t: t["reused_share"], "long": _tokens_a_row}
+    labels = {"rows": "responses at once", "reused": "share of tokens reused", "long": "tokens a response"}
+    figure, panels = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
+    for panel, varied in zip(panels, alike, strict=True):
+        others = [name for name in alike if name != varied]
+        names = [n for n, t in tokens.items() if all(_near(alike[o](t), alike[o](base)) for o in others)]
+        names.sort(key=lambda name: alike[varied](tokens[name]))
+        for kind, colour in {"plain": grey, "trainer": blue, "engine": orange, "limit": green}.items():
+            seconds = {name: settings[name]["seconds"][kind] for name in names if kind in settings[name]["seconds"]}
+            at = [alike[varied](tokens[name]) for name in seconds]
+            panel.plot(at, [took["total_s"] for took in seconds.values()], "o-", color=colour, label=kind)
+        panel.set_xlabel(labels[varied])
+        panel.set_ylim(bottom=0)
+    panels[0].set_ylabel("seconds of the rollout stage")
+    panels[0].legend(frameon=False)
+    figure.savefig(docs / "replay.png", dpi=110)
+
+
+def _tokens_a_row(tokens: dict[str, Any]) -> float:
+    return tokens["response_tokens"] / tokens["rows"]
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 0.25 * abs(b)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", action="store_true", help="also write the tables and charts of docs/results.md")
+    options = parser.parse_args()
+    (RESULTS / "summary.json").write_text(json.dumps(summarise(), indent=1) + "\n")
+    if options.docs:
+        page = DOCS / "results.md"
+        page.write_text(filled(page.read_text(), tables()))
+        draw()
+
+
+if __name__ == "__main__":
+    main()

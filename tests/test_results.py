@@ -1,0 +1,145 @@
+"""What `docs/results.md` and `benchmarks/results/summary.json` state is what the result files say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import replay_rollouts  # noqa: E402
+import summarise  # noqa: E402
+
+HEADER = {
+    "command": "python benchmarks/replay_rollouts.py --output OUT",
+    "commit": "abc",
+    "hardware": "a GPU, 4 CPU cores",
+    "versions": {"torch": "1"},
+    "shape": "qwen3-1.7b",
+}
+# Seconds of one repeat, chosen so that each ratio is plain to see.
+MEASURED = {
+    "plain": {"generate_s": 9.0, "extract_s": 1.0, "total_s": 10.0},
+    "cold": {"total_s": 8.0},
+    "engine": {"verify_s": 1.2, "generate_s": 2.5, "total_s": 4.0},
+    "trainer": {"verify_s": 1.0, "generate_s": 3.5, "total_s": 5.0},
+    "limit": {"prefill_s": 1.0, "total_s": 3.0},
+    "limit_logprobs": {"prefill_s": 1.0, "total_s": 3.5},
+}
+TOKENS = {"rows": 512, "response_tokens": 460_800, "reused_share": 0.67}
+
+
+def measurement(kind, repeat=0, setting=summarise.REPLAYED, faster=1.0):
+    measured = {name: seconds / faster for name, seconds in MEASURED[kind].items()}
+    return {"setting": setting, "repeat": repeat, "kind": kind, "tokens": TOKENS, "measured": measured}
+
+
+@pytest.fixture
+def replayed(tmp_path):
+    """A folder of results that holds a replay and nothing else."""
+    record = replay_rollouts.Record(tmp_path / "replay-h200", HEADER)
+    for kind in MEASURED:
+        record.add(measurement(kind))
+    return tmp_path
+
+
+def test_the_summary_is_what_the_result_files_say():
+    assert json.loads((summarise.RESULTS / "summary.json").read_text()) == json.loads(json.dumps(summarise.summarise()))
+
+
+def test_the_page_states_the_figures_of_the_summary():
+    page = (summarise.DOCS / "results.md").read_text()
+    assert page == summarise.filled(page, summarise.tables())
+
+
+def test_each_figure_says_where_it_is_from():
+    for name, entry in summarise.summarise().items():
+        assert (ROOT / entry["source"]).is_file(), name
+        assert all(entry[field] for field in ("command", "commit", "hardware", "versions", "from")), name
+
+
+def test_a_replay_is_preferred_and_its_ratios_are_the_ones_meant(replayed):
+    found = summarise.summarise(replayed)
+    assert {name: entry["value"] for name, entry in found.items()} == pytest.approx(
+        {
+            "rollout_speedup": 2.0,
+            "rollout_speedup_engine": 2.5,
+            "limit_share": 0.6,
+            "limit_share_engine": 0.75,
+            "limit_share_with_logprobs": 0.7,
+            "limit_share_with_logprobs_engine": 0.875,
+            "verify_over_prefill": 1.0,
+            "verify_over_prefill_engine": 1.2,
+            "cold_over_plain": 0.8,
+        }
+    )
+    assert found["rollout_speedup"]["command"] == [HEADER["command"]]
+    assert found["rollout_speedup"]["hardware"] == HEADER["hardware"]
+
+
+def test_a_figure_that_changes_changes_the_page(replayed):
+    page = summarise.filled((summarise.DOCS / "results.md").read_text(), summarise.tables(replayed))
+    assert "| `rollout_speedup` | 2 |" in page
+    assert "Not measured yet: `step_speedup`" in page
+    with pytest.raises(ValueError, match="table: replay"):
+        summarise.filled(page.replace("table: replay", "table: nothing"), summarise.tables(replayed))
+
+
+def test_the_charts_are_drawn(replayed, tmp_path):
+    pytest.importorskip("matplotlib")
+    summarise.draw(replayed, tmp_path)
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("results.png", "replay.png"))
+
+
+def test_a_replay_that_was_cut_off_goes_on_with_what_is_missing(tmp_path):
+    first = replay_rollouts.Record(tmp_path, HEADER)
+    for kind in MEASURED:
+        first.add(measurement(kind))
+    first.add(measurement("plain", repeat=1))
+    with first.path.open("a") as file:
+        file.write('{"process": 0, "setting": ')  # killed while writing
+    second = replay_rollouts.Record(tmp_path, HEADER)
+    assert (
+        second.complete(summarise.REPLAYED, replay_rollouts.KINDS) == 1
+    )  # half a repeat is made again: processes are not mixed
+    for kind in reversed(list(MEASURED)):
+        second.add(measurement(kind, repeat=1, faster=2.0))
+    assert second.complete(summarise.REPLAYED, replay_rollouts.KINDS) == 2
+    setting = json.loads(second.summary_path.read_text())["settings"][summarise.REPLAYED]
+    assert setting["seconds"]["plain"]["total_s"] == 10.0  # the median of 10, 10 and 5
+    assert setting["seconds"]["cold"]["total_s"] == 6.0  # of 8 and 4
+    assert setting["ratios"]["rollout_speedup_trainer"] == 2.0  # each of its own process
+    with pytest.raises(ValueError, match="choose another --output"):
+        replay_rollouts.Record(tmp_path, HEADER | {"hardware": "another GPU"})
+
+
+@pytest.mark.parametrize("reuse", [0.33, 0.67, 0.9])
+def test_lengths_follow_the_figures_that_they_are_drawn_by(reuse):
+    lengths = replay_rollouts.published(replay_rollouts.Setting(reuse=reuse), scale=1)
+    assert (
+        lengths.prompts.reshape(-1, replay_rollouts.SAMPLES) == lengths.prompts[:: replay_rollouts.SAMPLES, None]
+    ).all()
+    assert (lengths.prefixes <= lengths.drafts).all() and (lengths.responses <= lengths.cap).all()
+    whole = lengths.prefixes == lengths.drafts
+    assert (lengths.remaining[whole] == 0).all() and (lengths.remaining[~whole] > 0).all()
+    # A fixed seed. 512 lengths with a standard deviation of about 600 tokens: their mean has one of 27.
+    assert lengths.responses.mean() == pytest.approx(900, abs=81)
+    assert lengths.prefixes.sum() / lengths.drafts.sum() == pytest.approx(reuse, abs=0.05)
+
+
+def test_lengths_follow_the_log_of_a_run():
+    run = summarise.RESULTS / "trl-h200" / "reuse"
+    lengths = replay_rollouts.logged(replay_rollouts.Setting(profile=str(run), rows=1024), scale=1)
+    totals = lengths.totals()
+    # By the log: 82 tokens a prompt, 36.5 a response of at most 128, 0.91 reused, 0.89 of the rows wholly.
+    assert (
+        totals["prompt_tokens"] / 1024 == pytest.approx(82, abs=1)
+        and totals["longest_response"] == totals["cap"] == 128
+    )
+    assert totals["response_tokens"] / 1024 == pytest.approx(36.5, abs=3)  # 3 standard errors
+    assert totals["reused_share"] == pytest.approx(0.91, abs=0.03)
+    assert totals["rows_reused_whole"] / 1024 == pytest.approx(0.89, abs=0.03)
