@@ -19,9 +19,10 @@ from trl_integration.checks import UnsupportedSetting
 pytestmark = [pytest.mark.trl, pytest.mark.slow]
 
 
-def run(model, output_dir, resume=None, trainer=CheckedPruning, callbacks=(), **changes):
+def run(model, output_dir, resume=None, trainer=CheckedPruning, callbacks=(), peft_config=None, **changes):
     args = pruning_settings(output_dir, **changes)
-    trainer = build(model, args, trainer=trainer, reward_funcs=reward_told_at_detection, callbacks=list(callbacks))
+    parts = dict(reward_funcs=reward_told_at_detection, callbacks=list(callbacks), peft_config=peft_config)
+    trainer = build(model, args, trainer=trainer, **parts)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -47,6 +48,18 @@ def test_survivors_are_trained_on_and_all_that_is_judged_and_stored_is_right(tin
     assert history(trainer, "prune/head_auc_in_groups")[-1] > 0.55
     logged = [json.loads(line) for line in (tmp_path / "specrl.jsonl").read_text().splitlines()]
     assert any("prune/survivor_positive_rate" in line for line in logged)
+
+
+def test_lora(tiny_model, tmp_path):
+    from peft import LoraConfig
+
+    trainer = run(
+        tiny_model,
+        tmp_path,
+        learning_rate=1e-2,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    )
+    check_counts(trainer)
 
 
 def test_rloo(tiny_model, tmp_path):
