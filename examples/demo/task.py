@@ -20,19 +20,20 @@ class Sums:
 
     Args:
         prompts (`int`): how many different sums.
+        digits (`int`, *optional*, defaults to `1`): digits of each of the two terms.
     """
 
     __name__ = "correct"  # under which TRL logs the reward
 
-    def __init__(self, prompts: int):
+    def __init__(self, prompts: int, digits: int = 1):
         problems = reasoning_gym.create_dataset(
             "basic_arithmetic",
             seed=1,
             size=8 * prompts,
             min_terms=2,
             max_terms=2,
-            min_digits=1,
-            max_digits=1,
+            min_digits=digits,
+            max_digits=digits,
             operators=("+",),
             allow_parentheses=False,
             allow_negation=False,
@@ -56,8 +57,15 @@ class Sums:
 
     def __call__(self, completions: list[Any], problem: list[int], **kwargs: Any) -> list[float]:
         """The task's own score of the last number in each answer."""
-        numbers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
-        return [
-            float(self.score_answer(found[-1] if found else None, self.problems[i]))
-            for found, i in zip(numbers, problem, strict=True)
-        ]
+        numbers = [self.last_number(completion[0]["content"]) for completion in completions]
+        return [self.score(number, i) for number, i in zip(numbers, problem, strict=True)]
+
+    @staticmethod
+    def last_number(text: str) -> str | None:
+        """What an answer says; `None` where it has no number."""
+        found = re.findall(r"-?\d+", text)
+        return found[-1] if found else None
+
+    def score(self, number: str | None, problem: int) -> float:
+        """The task's own score of a number as the answer to a problem."""
+        return float(self.score_answer(number, self.problems[problem]))
