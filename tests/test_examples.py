@@ -46,3 +46,10 @@ def test_the_grpo_example_trains_and_reuses(tiny_model, tmp_path, launcher):
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(re.search(r"(\d+) reused", done.stdout)[1]) > 0
     assert (tmp_path / "model.safetensors").exists()
+
+
+def test_the_votes_are_counted(tiny_model, tmp_path):
+    command = [sys.executable, "-m", "examples.voting", "--output", str(tmp_path), "--model", tiny_model]
+    done = subprocess.run([*command, "--questions", "8", "--cap", "4"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(re.findall(r"^ +[a-z ]+  \d+\.\d%$", done.stdout, re.M)) == 4

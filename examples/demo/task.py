@@ -20,20 +20,20 @@ class Sums:
 
     Args:
         prompts (`int`): how many different sums.
-        digits (`int`, *optional*, defaults to `1`): digits of each of the two terms.
+        terms (`int`, *optional*, defaults to `2`): how many numbers of one digit are added.
     """
 
     __name__ = "correct"  # under which TRL logs the reward
 
-    def __init__(self, prompts: int, digits: int = 1):
+    def __init__(self, prompts: int, terms: int = 2):
         problems = reasoning_gym.create_dataset(
             "basic_arithmetic",
             seed=1,
             size=8 * prompts,
-            min_terms=2,
-            max_terms=2,
-            min_digits=digits,
-            max_digits=digits,
+            min_terms=terms,
+            max_terms=terms,
+            min_digits=1,
+            max_digits=1,
             operators=("+",),
             allow_parentheses=False,
             allow_negation=False,

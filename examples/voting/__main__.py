@@ -30,8 +30,8 @@ class Answers:
     Args:
         numbers (`list[list[str | None]]` of shape `(questions, samples)`): the answers; `None` without a number.
         right (`NDArray[np.float64]` of shape `(questions, samples)`): 1 for a right one, 0 for a wrong one.
-        hidden (`NDArray[np.float32]` of shape `(questions, samples, hidden)`): the last layer's hidden state at the
-            end of each.
+        hidden (`NDArray[np.float32]` of shape `(questions, samples, hidden)`): the last layer's hidden state from
+            which the last token of each was sampled.
     """
 
     numbers: list[list[str | None]]
@@ -42,22 +42,23 @@ class Answers:
 def answer(model: Any, tokenizer: Any, sums: Sums, rows: slice, options: argparse.Namespace) -> Answers:
     """Sample answers to some of the sums."""
     numbers, right, hidden = [], [], []
+    states: list[torch.Tensor] = []  # the last layer's, of shape (rows, hidden) for each token that is sampled
     data = sums.dataset().select(range(rows.start, rows.stop))
     for start in range(0, len(data), options.batch):
         part = data.select(range(start, min(start + options.batch, len(data))))
         prompts = tokenizer.apply_chat_template(
             list(part["prompt"]), add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-        )
+        ).to(model.device)
+        hook = model.model.register_forward_hook(lambda _, args, output: states.append(output.last_hidden_state[:, -1]))
         with torch.no_grad():
             ids = model.generate(
                 **prompts, do_sample=True, top_k=0, num_return_sequences=options.samples, max_new_tokens=options.cap
             )
-            width = prompts["input_ids"].size(1)
-            lengths = (ids[:, width:] != tokenizer.pad_token_id).sum(1)
-            mask = torch.arange(ids.size(1) - width) < lengths[:, None]
-            mask = torch.cat([prompts["attention_mask"].repeat_interleave(options.samples, 0), mask], 1)
-            states = model.model(input_ids=ids, attention_mask=mask).last_hidden_state
-            hidden.append(states[torch.arange(len(ids)), width + lengths - 1].numpy())
+        hook.remove()
+        width = prompts["input_ids"].size(1)
+        ends = (ids[:, width:] != tokenizer.pad_token_id).sum(1) - 1
+        hidden.append(torch.stack(states)[ends, torch.arange(len(ids))].float().cpu().numpy())
+        states.clear()
         texts = tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
         problems = [problem for problem in part["problem"] for _ in range(options.samples)]
         numbers += [sums.last_number(text) for text in texts]
@@ -80,19 +81,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(".voting"), help="where the model goes")
     parser.add_argument("--model", help="another model than SmolLM2-135M-Instruct")
-    parser.add_argument("--questions", type=int, default=256, help="half to learn from, half to vote on")
+    parser.add_argument("--questions", type=int, default=96, help="half to learn from, half to vote on")
     parser.add_argument("--samples", type=int, default=8, help="answers to each question")
-    parser.add_argument("--digits", type=int, default=2, help="digits of each term")
-    parser.add_argument("--cap", type=int, default=40, help="most tokens of an answer")
+    parser.add_argument("--terms", type=int, default=3, help="numbers that are added in a question")
+    parser.add_argument("--cap", type=int, default=32, help="most tokens of an answer")
     parser.add_argument("--batch", type=int, default=16, help="questions sampled at once")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
     torch.manual_seed(options.seed)
     path = options.model or str(build(options.output / "SmolLM2-135M-Instruct"))
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    sums = Sums(options.questions, options.digits)
+    sums = Sums(options.questions, options.terms)
     learned, asked = slice(0, len(sums.problems) // 2), slice(len(sums.problems) // 2, len(sums.problems))
     print(f"Sampling {options.samples} answers to each of {len(sums.problems)} questions ...", flush=True)
     past, new = (answer(model, tokenizer, sums, rows, options) for rows in (learned, asked))
