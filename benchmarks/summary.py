@@ -7,13 +7,14 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from specrl_plugins.report import RUN_LOG
+from specrl_plugins.report import RUN_LOG, align
 
 # Medians a step, by the names they get.
 STEP = {
@@ -89,6 +90,29 @@ def write_summary(output: Path, command: str) -> None:
     text = json.dumps(_rounded(summary), indent=1)
     # Numbers of a curve on one line.
     path.write_text(_joined_lists(text) + "\n")
+
+
+def table(output: Path) -> str:
+    """The figures of `summary.json` that matter most, a line a setting."""
+    rows = [["setting", "seeds", "final", "sd", "reused", "uses", "rollout s", "step s", "steps to learn", "seconds"]]
+    for name, setting in json.loads((output / "summary.json").read_text())["settings"].items():
+        step, learned = setting["step"], setting.get("learned", {})
+        seconds = [value for value in learned.get("seconds", []) if value is not None]
+        rows.append(
+            [
+                name,
+                str(setting["final"]["seeds"]),
+                f"{setting['final']['mean']:.3f}",
+                f"{setting['final']['sd']:.3f}",
+                f"{step.get('reused_share', 0.0):.0%}",
+                f"{setting['uses']:.1f}",
+                f"{step.get('rollout_s', math.nan):.2f}",
+                f"{step.get('step_s', math.nan):.2f}",
+                " ".join("-" if value is None else str(value) for value in learned.get("steps", [])),
+                f"{statistics.mean(seconds):.0f}" if seconds else "-",
+            ]
+        )
+    return align(rows)
 
 
 def _load(directory: Path) -> dict[str, list[dict[str, Any]]]:
@@ -201,8 +225,6 @@ def _rounded(value: Any) -> Any:
 
 
 def _joined_lists(text: str) -> str:
-    import re
-
     return re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]", text)
 
 

@@ -62,7 +62,8 @@ TINY = dict(
     per_device_train_batch_size=64, num_train_epochs=12, max_completion_length=112, learning_rate=1e-3, use_cpu="true",
     bf16="false",
 )  # fmt: skip
-TINY_PROBLEM = dict(prompts=32, task="counting", terms=16)
+PROBLEM = dict(prompts=256, task="totals", warm_up_problems=4000)
+TINY_PROBLEM = dict(prompts=32, task="counting", terms=20, digits=2, warm_up_problems=1200)
 # What the runs of one OUT must have in common.
 SHARED = ("model", "task", "prompts", "terms", "digits", "warm_up", "warm_up_problems", "warm_up_learning_rate")
 
@@ -83,14 +84,14 @@ def main() -> None:
     parser.add_argument("--terms", type=int, help="length of each problem (default: the task's)")
     parser.add_argument("--digits", type=int, help="of its numbers (default: the task's)")
     parser.add_argument("--warm_up", type=float, default=0.3, help="expected reward to begin with; 0: no warm-up")
-    parser.add_argument("--warm_up_problems", type=int, default=4000)
+    parser.add_argument("--warm_up_problems", type=int, help="default 4000; tiny: 1200")
     parser.add_argument("--warm_up_steps", type=int, default=1000, help="most steps of the warm-up")
     parser.add_argument("--warm_up_learning_rate", type=float, help="default 1e-4; tiny: 4e-3")
     parser.add_argument("--summary_only", action="store_true", help="rewrite OUT/summary.json and train nothing")
     parser.add_argument("--single", help=argparse.SUPPRESS)
     options, settings = parser.parse_known_args()
     tiny = options.model == "tiny"
-    for name, value in (TINY_PROBLEM if tiny else dict(prompts=256, task="totals", terms=None)).items():
+    for name, value in (TINY_PROBLEM if tiny else PROBLEM).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     options.warm_up_learning_rate = options.warm_up_learning_rate or (4e-3 if tiny else 1e-4)
@@ -134,13 +135,14 @@ def settings_of(name: str) -> dict[str, Any]:
 
 def side_by_side(options: argparse.Namespace, settings: list[str]) -> None:
     """Warm up, then train whatever is not finished, and sum up."""
-    from summary import write_summary
+    from summary import table, write_summary
 
     options.output.mkdir(parents=True, exist_ok=True)
     _refuse_other_settings(options, settings)
     summarise = functools.partial(write_summary, options.output, command=" ".join(sys.argv))
     if options.summary_only:
         summarise()
+        print(table(options.output))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended too
     warmed_up = _directory(options, "warm-up") / "warm_up.json"
@@ -153,6 +155,7 @@ def side_by_side(options: argparse.Namespace, settings: list[str]) -> None:
     if finished:
         print("finished before:", ", ".join(finished), flush=True)
     _run_all(options, [job for job in jobs if job not in finished], options.at_once, summarise)
+    print(table(options.output))
 
 
 def _run_all(options: argparse.Namespace, jobs: list[str], at_once: int, summarise: Callable[[], None]) -> None:
@@ -177,7 +180,7 @@ def _run_all(options: argparse.Namespace, jobs: list[str], at_once: int, summari
                         env=environment, stdout=log, stderr=subprocess.STDOUT,
                     )  # fmt: skip
                 running[slot] = job, process, time.perf_counter()
-            time.sleep(0.2)
+            time.sleep(0.5)
             for slot, (job, process, start) in list(running.items()):
                 if process.poll() is not None:
                     del running[slot]
