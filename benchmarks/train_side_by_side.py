@@ -59,7 +59,7 @@ ON_GPU = dict(
 )  # fmt: skip
 # 64 responses a step, four steps an epoch.
 TINY = dict(
-    per_device_train_batch_size=64, num_train_epochs=12, max_completion_length=112, learning_rate=1e-3, use_cpu="true",
+    per_device_train_batch_size=64, num_train_epochs=10, max_completion_length=112, learning_rate=2e-4, use_cpu="true",
     bf16="false",
 )  # fmt: skip
 PROBLEM = dict(prompts=256, task="totals", warm_up_problems=4000)
