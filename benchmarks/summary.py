@@ -87,9 +87,9 @@ def write_summary(output: Path, command: str) -> None:
         "warm_up": json.loads(warmed.read_text()) if warmed.is_file() else None,
         "settings": settings,
     }
-    text = json.dumps(_rounded(summary), indent=1)
-    # Numbers of a curve on one line.
-    path.write_text(_joined_lists(text) + "\n")
+    part = path.with_suffix(".part")
+    part.write_text(_joined_lists(json.dumps(_rounded(summary), indent=1)) + "\n")
+    part.replace(path)  # a cut-off leaves the one or the other
 
 
 def table(output: Path) -> str:
@@ -225,6 +225,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _joined_lists(text: str) -> str:
+    """Each list of numbers on one line."""
     return re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]", text)
 
 
