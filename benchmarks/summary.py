@@ -76,7 +76,7 @@ def write_summary(output: Path, command: str) -> None:
     path = output / "summary.json"
     commands = json.loads(path.read_text())["commands"] if path.is_file() else []
     runs = {name: seeds for name in sorted(p.name for p in output.iterdir()) if (seeds := _load(output / name))}
-    settings = {name: _setting(seeds) for name, seeds in runs.items()}
+    settings = {name: _setting(output / name, seeds) for name, seeds in runs.items()}
     warmed = output / "warm_model" / "warm_up.json"
     if "plain" in settings:
         for setting in settings.values():
@@ -126,6 +126,8 @@ def _load(directory: Path) -> dict[str, list[dict[str, Any]]]:
             except ValueError:  # cut off
                 continue
             if "stage/step_s" in entry:
+                while steps and steps[-1]["step"] >= entry["step"]:  # a run that was cut off went on from before
+                    steps.pop()
                 entry.setdefault("spec/generated_tokens", entry["rollout/completion_tokens"])
                 if "spec/time/verify_s" in entry:
                     parts = ("spec/time/lookup_s", "spec/time/verify_s", "spec/time/generate_s")
@@ -138,15 +140,17 @@ def _load(directory: Path) -> dict[str, list[dict[str, Any]]]:
     return seeds
 
 
-def _setting(seeds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _setting(directory: Path, seeds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     warm = [entry for steps in seeds.values() for entry in steps if entry["epoch"] > 1 + 1e-6]
     curves = {seed: _curve(steps) for seed, steps in seeds.items()}
     measured = "policy" if all("policy" in curve for curve in curves.values()) else "reward"
     length = min(len(curve["reward"]) for curve in curves.values())
     every = [entry for steps in seeds.values() for entry in steps]
+    finished = sorted(directory.glob("seed-*/finished.json"))
     return {
         "steps": [len(steps) for steps in seeds.values()],
-        "finished": [math.isclose(steps[-1]["epoch"], round(steps[-1]["epoch"])) for steps in seeds.values()],
+        "finished": [path.parent.name for path in finished],
+        "runs_on_one_device": [json.loads(path.read_text())["runs_on_one_device"] for path in finished],
         "step": _over(warm, STEP, statistics.median),
         "drift": _over(warm, DRIFT, statistics.mean),
         # Each generated token is trained on so many times.

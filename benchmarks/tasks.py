@@ -60,7 +60,7 @@ def leading_share(answer: str, solution: str) -> float:
     return right / len(wanted)
 
 
-def totals(problems: int, terms: int = 28, digits: int = 2, seed: int = 0) -> Task:
+def totals(problems: int, terms: int = 24, digits: int = 2, seed: int = 0) -> Task:
     """Sums of many terms (`chain_sum`), worked out as running totals.
 
     `12-43+75` is answered with `12-43=-31`, and on the next line `-31+75=44`.

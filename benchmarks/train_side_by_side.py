@@ -14,7 +14,8 @@ by what it changes of the shipped defaults, joined by `+`:
 
 `lenience-0.2+carry-2` changes both. Each leaves `OUT/NAME/seed-N/specrl.jsonl`, with the seconds of all stages and the
 expected reward of the policy after each step, and `log.txt`; `OUT/summary.json` is rewritten whenever a run ends. The
-same command again skips what is finished and starts what was cut off anew; other runs and seeds may be added to OUT.
+same command again skips what is finished and goes on with what was cut off, from its last checkpoint (every 8 steps);
+other runs and seeds may be added to OUT, by one command at a time.
 
 With `--at_once N` runs go side by side: one on each GPU first, and then several on a GPU, whose seconds are not to be
 compared with those of a run that has its GPU to itself. Whatever else is on the command line is passed to the config of
@@ -50,7 +51,7 @@ NAMED: dict[str, dict[str, Any]] = {
 NUMBERED = {"lenience": "spec_log_lenience", "refresh": "spec_refresh_rate", "carry": "spec_carry_limit"}
 COMMON = dict(
     num_generations=8, logging_steps=1, lr_scheduler_type="constant", gradient_checkpointing="false",
-    spec_guard="false", save_strategy="no", report_to="none", disable_tqdm="true",
+    spec_guard="false", save_strategy="steps", save_steps=8, save_total_limit=1, report_to="none", disable_tqdm="true",
 )  # fmt: skip
 # 1024 responses a step, two steps an epoch.
 ON_GPU = dict(
@@ -169,12 +170,13 @@ def _run_all(options: argparse.Namespace, jobs: list[str], at_once: int, summari
             while waiting and slots:
                 job, slot = waiting.pop(0), slots.pop(0)
                 folder = _directory(options, job)
-                shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
-                folder.mkdir(parents=True)
+                if _checkpoint(folder) is None:
+                    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
+                    folder.mkdir(parents=True)
                 environment = os.environ | {"MASTER_PORT": str(29500 + slot), "ON_ONE_DEVICE": str(on_one_device)}
                 if devices:
                     environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
-                with (folder / "log.txt").open("w") as log:
+                with (folder / "log.txt").open("a") as log:
                     process = subprocess.Popen(
                         [sys.executable, __file__, "--single", job, *sys.argv[1:]],
                         env=environment, stdout=log, stderr=subprocess.STDOUT,
@@ -191,6 +193,7 @@ def _run_all(options: argparse.Namespace, jobs: list[str], at_once: int, summari
     finally:
         for _, process, _ in running.values():
             process.terminate()
+            process.wait()
 
 
 def _devices() -> list[str]:
@@ -207,6 +210,13 @@ def _directory(options: argparse.Namespace, job: str) -> Path:
         return options.output / "warm_model"
     name, seed = job.split("@")
     return options.output / name / f"seed-{seed}"
+
+
+def _checkpoint(directory: Path) -> Path | None:
+    """The last whole checkpoint of a run that was cut off."""
+    # The Trainer writes its state after everything else.
+    whole = directory.glob("checkpoint-*/trainer_state.json")
+    return max((path.parent for path in whole), key=lambda path: int(path.name.split("-")[1]), default=None)
 
 
 def _refuse_other_settings(options: argparse.Namespace, settings: list[str]) -> None:
@@ -274,11 +284,11 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
     trainer.add_callback(StepMeter(trainer, judge))
     if not args.use_spec_rollout:
         trainer.add_callback(RunLog())
-    start = time.perf_counter()
-    trainer.train()
-    shutil.rmtree(args.cache_directory(), ignore_errors=True)
-    record = {"seconds": time.perf_counter() - start, "runs_on_one_device": on_one_device}
-    (directory / "finished.json").write_text(json.dumps(record) + "\n")
+    checkpoint = _checkpoint(directory)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    (directory / "finished.json").write_text(json.dumps({"runs_on_one_device": on_one_device}) + "\n")
+    for leftover in [args.cache_directory(), *directory.glob("checkpoint-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _problem(options: argparse.Namespace) -> dict[str, int]:
