@@ -58,6 +58,11 @@ ON_GPU = dict(
     per_device_train_batch_size=64, gradient_accumulation_steps=16, num_train_epochs=16, max_completion_length=512,
     learning_rate=2e-5, use_vllm="true", vllm_mode="colocate",
 )  # fmt: skip
+# As `sums` was measured first, with short answers.
+SUMS = dict(
+    per_device_train_batch_size=128, gradient_accumulation_steps=8, num_train_epochs=10, max_completion_length=128,
+    learning_rate=1e-5,
+)  # fmt: skip
 # 64 responses a step, four steps an epoch.
 TINY = dict(
     per_device_train_batch_size=64, num_train_epochs=10, max_completion_length=112, learning_rate=2e-4, use_cpu="true",
@@ -97,9 +102,9 @@ def main() -> None:
             setattr(options, name, value)
     options.warm_up_learning_rate = options.warm_up_learning_rate or (4e-3 if tiny else 1e-4)
     if options.task == "sums":
-        if tiny:
-            parser.error("--task sums has no worked solutions, and a tiny model cannot do without a warm-up")
         options.warm_up = 0.0
+    if tiny and not options.warm_up:
+        parser.error("--model tiny cannot do without a warm-up: a task with worked solutions, and --warm_up above 0")
     if "--seed" in settings:
         parser.error("--seed: the seeds of the runs are given by --seeds")
     if options.single == "warm-up":
@@ -265,7 +270,8 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
     from trl_integration import RunLog, SpecGRPOConfig, SpecGRPOTrainer
 
     directory, on_one_device = _directory(options, f"{name}@{seed}"), int(os.environ["ON_ONE_DEVICE"])
-    defaults = COMMON | (TINY if options.model == "tiny" else ON_GPU) | {"output_dir": directory}
+    defaults = COMMON | (TINY if options.model == "tiny" else ON_GPU) | (SUMS if options.task == "sums" else {})
+    defaults |= {"output_dir": directory}
     if torch.cuda.is_available():  # the engines and the trainers of all runs on it have to fit
         defaults["vllm_gpu_memory_utilization"] = 0.3 / on_one_device
     flags = [str(part) for key, value in defaults.items() for part in (f"--{key}", value)]
