@@ -79,9 +79,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--model", required=True, help="a checkpoint, or `tiny`")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--runs", nargs="+", type=run_name, default=["plain", "reuse"], metavar="RUN")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="SEED")
+    parser.add_argument("--output", type=Path, required=True, help="folder of all runs")
+    parser.add_argument("--runs", nargs="+", type=run_name, default=["plain", "reuse"], metavar="RUN", help="see above")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="default: 0")
     parser.add_argument("--at_once", type=int, default=1, help="runs that go side by side (default 1)")
     parser.add_argument(
         "--task", choices=("totals", "sorting", "counting", "sums"), help="default: totals; tiny: counting"
