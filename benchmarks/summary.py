@@ -11,6 +11,7 @@ import re
 import statistics
 import subprocess
 from collections import defaultdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ DRIFT = {
     },
 }  # fmt: skip
 # A run has learned when it has this share of what plain has at the end.
-LEARNED = 0.9
+LEARNED = (0.8, 0.9)
 # Steps over which the end of a run is averaged.
 LAST_STEPS = 4
 
@@ -65,9 +66,9 @@ def write_summary(output: Path, command: str) -> None:
     steps; `curves`, for each seed what the policy is expected to earn after each step (`policy`, where the task has
     worked solutions), the mean reward of its samples, and the seconds until then; `final`, mean and standard deviation
     over seeds of the last steps; `at_step`, the same after a quarter, half, three quarters of the steps; `learned`,
-    steps and seconds until the curve reaches 90% of plain's final value, each seed's own (`null` where it does not).
-    `against_plain` are ratios above 1 where the setting is better: seconds to learn, steps to learn, seconds of a
-    rollout and of a step, tokens generated.
+    steps, seconds and generated tokens until the curve reaches 80% and 90% of plain's final value, each seed's own
+    (`null` where it does not). `against_plain` are ratios above 1 where the setting is better: of these, where all
+    seeds got there, and of the seconds of a rollout and of a step and the tokens generated, each step.
 
     Args:
         output (`Path`): the `--output` of the runs.
@@ -94,10 +95,10 @@ def write_summary(output: Path, command: str) -> None:
 
 def table(output: Path) -> str:
     """The figures of `summary.json` that matter most, a line a setting."""
-    rows = [["setting", "seeds", "final", "sd", "reused", "uses", "rollout s", "step s", "steps to learn", "seconds"]]
+    head = ["setting", "seeds", "final", "sd", "reused", "uses", "rollout s", "step s"]
+    rows = [[*head, *(f"steps to {share:.0%}" for share in LEARNED), *(f"s to {share:.0%}" for share in LEARNED)]]
     for name, setting in json.loads((output / "summary.json").read_text())["settings"].items():
         step, learned = setting["step"], setting.get("learned", {})
-        seconds = [value for value in learned.get("seconds", []) if value is not None]
         rows.append(
             [
                 name,
@@ -108,10 +109,12 @@ def table(output: Path) -> str:
                 f"{setting['uses']:.1f}",
                 f"{step.get('rollout_s', math.nan):.2f}",
                 f"{step.get('step_s', math.nan):.2f}",
-                " ".join("-" if value is None else str(value) for value in learned.get("steps", [])),
-                f"{statistics.mean(seconds):.0f}" if seconds else "-",
             ]
         )
+        for unit in ("steps", "seconds"):
+            for share in map(str, LEARNED):
+                values = learned.get(share, {}).get(unit, [])
+                rows[-1].append(" ".join("-" if value is None else f"{value:.0f}" for value in values))
     return align(rows)
 
 
@@ -144,9 +147,11 @@ def _setting(directory: Path, seeds: dict[str, list[dict[str, Any]]]) -> dict[st
     warm = [entry for steps in seeds.values() for entry in steps if entry["epoch"] > 1 + 1e-6]
     curves = {seed: _curve(steps) for seed, steps in seeds.items()}
     measured = "policy" if all("policy" in curve for curve in curves.values()) else "reward"
-    length = min(len(curve["reward"]) for curve in curves.values())
     every = [entry for steps in seeds.values() for entry in steps]
     finished = sorted(directory.glob("seed-*/finished.json"))
+    # A run that was cut off has no end to speak of, unless all were.
+    whole = [curves[path.parent.name][measured] for path in finished] or [curve[measured] for curve in curves.values()]
+    length = min(map(len, whole))
     return {
         "steps": [len(steps) for steps in seeds.values()],
         "finished": [path.parent.name for path in finished],
@@ -156,9 +161,9 @@ def _setting(directory: Path, seeds: dict[str, list[dict[str, Any]]]) -> dict[st
         # Each generated token is trained on so many times.
         "uses": sum(e["rollout/completion_tokens"] for e in every) / sum(e["spec/generated_tokens"] for e in every),
         "measured": measured,
-        "final": _spread([statistics.mean(curve[measured][-LAST_STEPS:]) for curve in curves.values()]),
+        "final": _spread([statistics.mean(values[-LAST_STEPS:]) for values in whole]),
         "at_step": {
-            str(step): _spread([curve[measured][step - 1] for curve in curves.values()])
+            str(step): _spread([values[step - 1] for values in whole])
             for step in sorted({max(1, length * quarter // 4) for quarter in (1, 2, 3)})
         },
         "curves": curves,
@@ -166,25 +171,23 @@ def _setting(directory: Path, seeds: dict[str, list[dict[str, Any]]]) -> dict[st
 
 
 def _curve(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
-    seconds, total = [], 0.0
-    for entry in steps:
-        total += entry["stage/step_s"]
-        seconds.append(total)
-    curve = {"reward": [entry["reward"] for entry in steps], "seconds": seconds}
+    seconds = list(accumulate(entry["stage/step_s"] for entry in steps))
+    generated = list(accumulate(entry["spec/generated_tokens"] for entry in steps))
+    curve = {"reward": [entry["reward"] for entry in steps], "seconds": seconds, "generated": generated}
     if "policy/expected_reward" in steps[0]:
         curve["policy"] = [entry["policy/expected_reward"] for entry in steps]
-    curve["reused"] = [entry.get("spec/reused_token_fraction", 0.0) for entry in steps]
     return curve
 
 
 def _compare(setting: dict[str, Any], plain: dict[str, Any]) -> None:
-    goal = LEARNED * plain["final"]["mean"]
-    setting["learned"] = {"reward": goal, **_when(setting, goal)}
-    own, other = setting["learned"], _when(plain, goal)
-    ratios = {}
-    for unit in ("seconds", "steps"):
-        if None not in own[unit] and None not in other[unit]:
-            ratios[f"{unit}_to_learn"] = statistics.mean(other[unit]) / statistics.mean(own[unit])
+    setting["learned"], ratios = {}, {}
+    for share in LEARNED:
+        goal = share * plain["final"]["mean"]
+        own, other = _when(setting, goal), _when(plain, goal)
+        setting["learned"][str(share)] = {"reward": goal, **own}
+        for unit in own:
+            if None not in own[unit] and None not in other[unit]:
+                ratios[f"{unit}_to_{share}"] = statistics.mean(other[unit]) / statistics.mean(own[unit])
     for name in ("rollout_s", "step_s", "generated"):
         if name in setting["step"] and name in plain["step"]:
             ratios[name] = plain["step"][name] / setting["step"][name]
@@ -192,14 +195,15 @@ def _compare(setting: dict[str, Any], plain: dict[str, Any]) -> None:
 
 
 def _when(setting: dict[str, Any], goal: float) -> dict[str, list[float | None]]:
-    """Steps and seconds of each seed until its curve, averaged over three steps, reaches the goal."""
-    found: dict[str, list[float | None]] = {"steps": [], "seconds": []}
+    """What each seed took until its curve, averaged over three steps, reaches the goal."""
+    found: dict[str, list[float | None]] = {"steps": [], "seconds": [], "generated": []}
     for curve in setting["curves"].values():
         values = curve[setting["measured"]]
         smooth = [statistics.mean(values[max(0, i - 1) : i + 2]) for i in range(len(values))]
         step = next((i for i, value in enumerate(smooth) if value >= goal), None)
         found["steps"].append(None if step is None else step + 1)
-        found["seconds"].append(None if step is None else curve["seconds"][step])
+        for unit in ("seconds", "generated"):
+            found[unit].append(None if step is None else curve[unit][step])
     return found
 
 
