@@ -55,6 +55,7 @@ DRIFT = {
 }  # fmt: skip
 # A run has learned when it has this share of what plain has at the end.
 LEARNED = (0.8, 0.9)
+UNITS = ("steps", "seconds", "generated")
 # Steps over which the end of a run is averaged.
 LAST_STEPS = 4
 
@@ -68,7 +69,7 @@ def write_summary(output: Path, command: str) -> None:
     over seeds of the last steps; `at_step`, the same after a quarter, half, three quarters of the steps; `learned`,
     steps, seconds and generated tokens until the curve reaches 80% and 90% of plain's final value, each seed's own
     (`null` where it does not). `against_plain` are ratios above 1 where the setting is better: of these, where all
-    seeds got there, and of the seconds of a rollout and of a step and the tokens generated, each step.
+    seeds got there in both, and of the seconds of a rollout and of a step and the tokens generated, each step.
 
     Args:
         output (`Path`): the `--output` of the runs.
@@ -183,28 +184,31 @@ def _compare(setting: dict[str, Any], plain: dict[str, Any]) -> None:
     setting["learned"], ratios = {}, {}
     for share in LEARNED:
         goal = share * plain["final"]["mean"]
-        own, other = _when(setting, goal), _when(plain, goal)
-        setting["learned"][str(share)] = {"reward": goal, **own}
-        for unit in own:
-            if None not in own[unit] and None not in other[unit]:
-                ratios[f"{unit}_to_{share}"] = statistics.mean(other[unit]) / statistics.mean(own[unit])
+        own = {seed: _when(curve, setting["measured"], goal) for seed, curve in setting["curves"].items()}
+        setting["learned"][str(share)] = {"reward": goal} | {
+            unit: [took and took[unit] for took in own.values()] for unit in UNITS
+        }
+        # Seeds differ in how fast they learn: each is set against plain's run of the same seed.
+        pairs = [(took, _when(plain["curves"].get(seed), plain["measured"], goal)) for seed, took in own.items()]
+        if all(took and plain_took for took, plain_took in pairs):
+            for unit in UNITS:
+                ratios[f"{unit}_to_{share}"] = sum(pair[1][unit] for pair in pairs) / sum(
+                    pair[0][unit] for pair in pairs
+                )
     for name in ("rollout_s", "step_s", "generated"):
         if name in setting["step"] and name in plain["step"]:
             ratios[name] = plain["step"][name] / setting["step"][name]
     setting["against_plain"] = ratios
 
 
-def _when(setting: dict[str, Any], goal: float) -> dict[str, list[float | None]]:
-    """What each seed took until its curve, averaged over three steps, reaches the goal."""
-    found: dict[str, list[float | None]] = {"steps": [], "seconds": [], "generated": []}
-    for curve in setting["curves"].values():
-        values = curve[setting["measured"]]
-        smooth = [statistics.mean(values[max(0, i - 1) : i + 2]) for i in range(len(values))]
-        step = next((i for i, value in enumerate(smooth) if value >= goal), None)
-        found["steps"].append(None if step is None else step + 1)
-        for unit in ("seconds", "generated"):
-            found[unit].append(None if step is None else curve[unit][step])
-    return found
+def _when(curve: dict[str, list[float]] | None, measured: str, goal: float) -> dict[str, float] | None:
+    """What it took until a curve, averaged over three steps, reached the goal; `None` where it does not."""
+    values = curve[measured] if curve else []
+    smooth = [statistics.mean(values[max(0, i - 1) : i + 2]) for i in range(len(values))]
+    step = next((i for i, value in enumerate(smooth) if value >= goal), None)
+    if curve is None or step is None:
+        return None
+    return {"steps": step + 1, "seconds": curve["seconds"][step], "generated": curve["generated"][step]}
 
 
 def _over(entries: list[dict[str, Any]], names: dict[str, str], average: Any) -> dict[str, float]:
