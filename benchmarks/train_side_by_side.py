@@ -141,7 +141,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 def side_by_side(options: argparse.Namespace, settings: list[str]) -> None:
     """Warm up, then train whatever is not finished, and sum up."""
-    from summary import table, write_summary
+    from run_summary import table, write_summary
 
     options.output.mkdir(parents=True, exist_ok=True)
     _refuse_other_settings(options, settings)

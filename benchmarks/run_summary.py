@@ -76,7 +76,7 @@ def write_summary(output: Path, command: str) -> None:
         command (`str`): that was run last; earlier ones are kept.
     """
     path = output / "summary.json"
-    commands = json.loads(path.read_text())["commands"] if path.is_file() else []
+    commands = json.loads(path.read_text())["command"] if path.is_file() else []
     runs = {name: seeds for name in sorted(p.name for p in output.iterdir()) if (seeds := _load(output / name))}
     settings = {name: _setting(output / name, seeds) for name, seeds in runs.items()}
     warmed = output / "warm_model" / "warm_up.json"
@@ -84,7 +84,7 @@ def write_summary(output: Path, command: str) -> None:
         for setting in settings.values():
             _compare(setting, settings["plain"])
     summary = {
-        "commands": [*commands, *([] if command in commands else [command])],
+        "command": [*commands, *([] if command in commands else [command])],
         **environment(),
         "warm_up": json.loads(warmed.read_text()) if warmed.is_file() else None,
         "settings": settings,
