@@ -47,6 +47,15 @@ DRIFT = {
     "entropy": "entropy",
     "grad_norm": "grad_norm",
     "no_advantage_groups": "frac_reward_zero_std",
+    "pruned_fraction": "prune/pruned_fraction",
+    "head_auc": "prune/head_auc",
+    "head_auc_in_groups": "prune/head_auc_in_groups",
+    "head_accuracy": "prune/head_accuracy",
+    "calibration_error": "prune/calibration_error",
+    "survivor_positive_rate": "prune/survivor_positive_rate",
+    "positive_rate_unpruned": "prune/positive_rate_unpruned",
+    "judge_s": "prune/time/judge_s",
+    "learn_s": "prune/time/learn_s",
     **{
         f"{what}_age{age}": f"samples/{what}_age{age}"
         for what in ("share", "advantage", "bias", "surprise")

@@ -11,11 +11,14 @@ by what it changes of the shipped defaults, joined by `+`:
     lenience-X       log-lenience (0.2, inf)      engine           drafts verified by vLLM
     refresh-X        refresh rate                 sleep            vLLM's sleep mode
     carry-N          carry-over limit             random, full     the baselines among the reuse rules
+    prune            online pruning               wide             twice the responses of a prompt
 
-`lenience-0.2+carry-2` changes both. Each leaves `OUT/NAME/seed-N/specrl.jsonl`, with the seconds of all stages and the
-expected reward of the policy after each step, and `log.txt`; `OUT/summary.json` is rewritten whenever a run ends. The
-same command again skips what is finished and goes on with what was cut off, from its last checkpoint (every 8 steps);
-other runs and seeds may be added to OUT, by one command at a time.
+`lenience-0.2+carry-2` changes both; `plain+prune` prunes without reuse. Pruning starts twice the responses that it
+trains on: it is to be compared with `plain+wide`, which trains on all of them. Each leaves
+`OUT/NAME/seed-N/specrl.jsonl`, with the seconds of all stages and the expected reward of the policy after each step,
+and `log.txt`; `OUT/summary.json` is rewritten whenever a run ends. The same command again skips what is finished and
+goes on with what was cut off, from its last checkpoint (every 8 steps); other runs and seeds may be added to OUT, by
+one command at a time.
 
 With `--at_once N` runs go side by side: one on each GPU first, and then several on a GPU, whose seconds are not to be
 compared with those of a run that has its GPU to itself. Whatever else is on the command line is passed to the config of
@@ -40,6 +43,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+GENERATIONS = 8
 NAMED: dict[str, dict[str, Any]] = {
     "plain": {"use_spec_rollout": "false"},
     "reuse": {},
@@ -47,10 +51,12 @@ NAMED: dict[str, dict[str, Any]] = {
     "sleep": {"vllm_enable_sleep_mode": "true"},
     "random": {"spec_rule": "random"},
     "full": {"spec_rule": "full"},
+    "prune": {"spec_prune": "true"},
+    "wide": {"num_generations": 2 * GENERATIONS},
 }
 NUMBERED = {"lenience": "spec_log_lenience", "refresh": "spec_refresh_rate", "carry": "spec_carry_limit"}
 COMMON = dict(
-    num_generations=8, logging_steps=1, lr_scheduler_type="constant", gradient_checkpointing="false",
+    num_generations=GENERATIONS, logging_steps=1, lr_scheduler_type="constant", gradient_checkpointing="false",
     spec_guard="false", save_strategy="steps", save_steps=8, save_total_limit=1, report_to="none", disable_tqdm="true",
 )  # fmt: skip
 # 1024 responses a step, two steps an epoch.
@@ -272,6 +278,8 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
     directory, on_one_device = _directory(options, f"{name}@{seed}"), int(os.environ["ON_ONE_DEVICE"])
     defaults = COMMON | (TINY if options.model == "tiny" else ON_GPU) | (SUMS if options.task == "sums" else {})
     defaults |= {"output_dir": directory}
+    if "num_generations" in settings_of(name):  # of as many prompts a step
+        defaults["gradient_accumulation_steps"] = 2 * int(defaults.get("gradient_accumulation_steps", 1))
     if torch.cuda.is_available():  # the engines and the trainers of all runs on it have to fit
         defaults["vllm_gpu_memory_utilization"] = 0.3 / on_one_device
     flags = [str(part) for key, value in defaults.items() for part in (f"--{key}", value)]
@@ -288,7 +296,7 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
     if task.solutions is not None:
         judge = functools.partial(expected_reward, solutions=Solutions.of(task, tokenizer))
     trainer.add_callback(StepMeter(trainer, judge))
-    if not args.use_spec_rollout:
+    if trainer.spec_rollout is None:
         trainer.add_callback(RunLog())
     checkpoint = _checkpoint(directory)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
