@@ -20,12 +20,12 @@ class SpecSettings:
         rule (`str`, *optional*, defaults to `"speculative"`):
             How much of a past response is reused: `"speculative"` keeps its verified prefix (SPEC-RL), `"random"`
             cuts it at random, `"full"` keeps all of it. The last two are baselines for comparison.
-        log_lenience (`float`, *optional*, defaults to `0.5`):
+        log_lenience (`float`, *optional*, defaults to `0.0`):
             Log of the lenience l of the speculative rule, in nats.
         refresh_rate (`float`, *optional*, defaults to `0.1`):
             Share of rows that are sampled afresh whatever the cache holds.
-        carry_limit (`int`, *optional*):
-            Most visits of a prompt that a token is carried over before its row is sampled afresh.
+        carry_limit (`int`, *optional*, defaults to `2`):
+            Most visits of a prompt that a token is carried over before its row is sampled afresh. 0 sets no limit.
         cache_dir (`str`, *optional*):
             Folder of the trajectory cache, on the head node. Defaults to `spec_cache` in `--ckpt.output_dir`.
         cache_max_mib (`float`, *optional*, defaults to `4096`):
@@ -47,7 +47,7 @@ class SpecSettings:
         },
     )
     log_lenience: float = field(
-        default=0.5,
+        default=0.0,
         metadata={
             "help": "Log of the lenience of the speculative rule, in nats. 0 is the classical speculative rule; more "
             "reuses more and is further off policy.",
@@ -58,11 +58,11 @@ class SpecSettings:
         default=0.1,
         metadata={"help": "Share of rows that are sampled afresh whatever the cache holds.", "type": float},
     )
-    carry_limit: int | None = field(
-        default=None,
+    carry_limit: int = field(
+        default=2,
         metadata={
-            "help": "Most visits of a prompt that a token is carried over before its row is sampled afresh. Not set: "
-            "no limit.",
+            "help": "Most visits of a prompt that a token is carried over before its row is sampled afresh. 0 sets no "
+            "limit.",
             "type": int,
         },
     )
@@ -105,7 +105,7 @@ class SpecSettings:
             rule=ReuseRule(self.rule),
             log_lenience=self.log_lenience,
             refresh_rate=self.refresh_rate,
-            carry_limit=self.carry_limit,
+            carry_limit=self.carry_limit or None,
             seed=seed,
         )
 

@@ -98,7 +98,7 @@ class ReusePolicy:
     Args:
         rule (`ReuseRule`, *optional*, defaults to `"speculative"`):
             How the reused prefix is decided.
-        log_lenience (`float`, *optional*, defaults to `0.5`):
+        log_lenience (`float`, *optional*, defaults to `0.0`):
             log l of the speculative rule, nats.
         refresh_rate (`float`, *optional*, defaults to `0.0`):
             Share of rows that ignore their draft and are sampled afresh, so that learning never feeds on old samples
@@ -114,7 +114,7 @@ class ReusePolicy:
     """
 
     rule: ReuseRule = ReuseRule.SPECULATIVE
-    log_lenience: float = 0.5
+    log_lenience: float = 0.0
     refresh_rate: float = 0.0
     carry_limit: int | None = None
     seed: int = 0

@@ -55,7 +55,7 @@ def test_defaults_are_those_of_the_trl_adapter():
     ("line", "message"),
     [
         (["--spec.refresh_rate", "2"], "refresh_rate"),
-        (["--spec.carry_limit", "0"], "carry_limit"),
+        (["--spec.carry_limit", "-1"], "carry_limit"),
         (["--spec.cache_max_mib", "0"], "--spec.cache_max_mib"),
         (["--spec.rule", "fast"], "--spec.rule"),
         (["--spec.guard", "maybe"], "true"),

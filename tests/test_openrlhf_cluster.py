@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("ray")
 pytest.importorskip("aiohttp_cors", reason="the job server comes with ray[default]")
 
-from openrlhf_runs import PROMPTS, flags, history
+from openrlhf_runs import LENIENT, PROMPTS, flags, history
 
 from specrl_plugins import TrajectoryCache
 
@@ -109,7 +109,7 @@ def test_a_job_on_two_nodes(cluster, tiny_model, tmp_path):
     line = flags(
         tiny_model,
         tmp_path,
-        *["--use_spec_rollout", "--spec.refresh_rate", "0", "--spec.guard", "false"],
+        *["--use_spec_rollout", "--spec.refresh_rate", "0", "--spec.guard", "false", *LENIENT],
         rollout__batch_size=len(PROMPTS),
         logger__tensorboard_dir=tmp_path / "tensorboard",
     )

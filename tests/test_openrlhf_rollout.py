@@ -17,7 +17,16 @@ import ray
 import torch
 from openrlhf.trainer.ppo_trainer import prepare_datasets
 from openrlhf.utils import get_strategy, get_tokenizer
-from openrlhf_runs import PROMPTS, CpuRolloutActor, create_engines, flags, free_placement_groups, parse, write_files
+from openrlhf_runs import (
+    LENIENT,
+    PROMPTS,
+    CpuRolloutActor,
+    create_engines,
+    flags,
+    free_placement_groups,
+    parse,
+    write_files,
+)
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
@@ -58,7 +67,16 @@ def run(engines, tiny_model, tmp_path):
     started = []
 
     def start(*line, rule="random", **changes):
-        spec = ["--use_spec_rollout", "--spec.rule", rule, "--spec.refresh_rate", "0", "--spec.guard", "false"]
+        spec = [
+            "--use_spec_rollout",
+            "--spec.rule",
+            rule,
+            "--spec.refresh_rate",
+            "0",
+            "--spec.guard",
+            "false",
+            *LENIENT,
+        ]
         args = parse(flags(tiny_model, tmp_path, *spec, *line, **SETTINGS | changes))
         started.append(start_cache_of(args))
         ray.get(started[-1].rewind.remote(0))

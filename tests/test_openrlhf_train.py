@@ -12,6 +12,7 @@ pytest.importorskip("ray")
 
 import ray
 from openrlhf_runs import (
+    LENIENT,
     PROMPTS,
     CpuRolloutActor,
     create_engines,
@@ -34,7 +35,7 @@ pytestmark = [
     pytest.mark.usefixtures("ray_running"),
 ]
 
-SPEC = ["--use_spec_rollout", "--spec.refresh_rate", "0", "--spec.guard", "false"]
+SPEC = ["--use_spec_rollout", "--spec.refresh_rate", "0", "--spec.guard", "false", *LENIENT]
 N = 4
 
 

@@ -519,7 +519,7 @@ def test_rollout_functions_are_refused(tiny_model, tmp_path):
     ("changes", "named"),
     [
         (dict(spec_refresh_rate=1.5), "refresh_rate"),
-        (dict(spec_carry_limit=0), "carry_limit"),
+        (dict(spec_carry_limit=-1), "carry_limit"),
         (dict(spec_rule="best"), "speculative, random, full, not 'best'"),
         (dict(spec_guard="no"), "spec_guard"),
         (dict(use_spec_rollout="no"), "use_spec_rollout"),

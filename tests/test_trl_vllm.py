@@ -226,7 +226,7 @@ def test_every_kind_of_end_token_and_vocabulary(tmp_path, model):
 @pytest.mark.parametrize("verifier", ["trainer", "engine"])
 def test_a_context_too_short_for_the_cap_ends_responses_without_failing(tiny_model, tmp_path, verifier):
     # Prompts have 5 tokens: 12 more do not fit.
-    trainer, _ = run(tiny_model, tmp_path, vllm_max_model_length=14, spec_verifier=verifier)
+    trainer, _ = run(tiny_model, tmp_path, vllm_max_model_length=14, spec_verifier=verifier, num_train_epochs=6)
     total = trainer.spec_rollout.total
     assert total.reused_tokens > 0
     # vLLM cannot score a draft that fills its context: those are left aside, and counted.

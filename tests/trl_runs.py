@@ -45,7 +45,9 @@ def settings(output_dir, config=SpecGRPOConfig, **changes):
     )
     if config.__name__.startswith("Spec"):
         # Timing must not decide anything in a test.
-        content |= dict(use_spec_rollout=True, spec_guard=False, spec_refresh_rate=0.0)
+        content |= dict(use_spec_rollout=True, spec_guard=False)
+        # More is reused, and for longer, than by default.
+        content |= dict(spec_log_lenience=0.5, spec_refresh_rate=0.0, spec_carry_limit=0)
     return config(**(content | changes))
 
 

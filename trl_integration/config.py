@@ -23,14 +23,13 @@ class SpecRolloutArguments:
         spec_rule (`str`, *optional*, defaults to `"speculative"`):
             How much of a past completion is reused: `"speculative"` keeps its verified prefix (SPEC-RL), `"random"`
             cuts it at random, `"full"` keeps all of it. The last two are baselines for comparison.
-        spec_log_lenience (`float`, *optional*, defaults to `0.5`):
+        spec_log_lenience (`float`, *optional*, defaults to `0.0`):
             Log of the lenience l of the speculative rule, in nats. 0 is the classical speculative rule; more reuses
             more and is further off policy.
         spec_refresh_rate (`float`, *optional*, defaults to `0.1`):
             Share of rows that are sampled afresh whatever the cache holds.
-        spec_carry_limit (`int`, *optional*):
-            Most visits of a prompt that a token is carried over before its row is sampled afresh. `None` sets no
-            limit.
+        spec_carry_limit (`int`, *optional*, defaults to `2`):
+            Most visits of a prompt that a token is carried over before its row is sampled afresh. 0 sets no limit.
         spec_verifier (`str`, *optional*, defaults to `"trainer"`):
             What scores past completions: `"trainer"`, the trainer's own forward, whose result is then not computed
             again for the old log-probs; or `"engine"`, vLLM.
@@ -74,7 +73,7 @@ class SpecRolloutArguments:
         },
     )
     spec_log_lenience: float = field(
-        default=0.5,
+        default=0.0,
         metadata={
             "help": "Log of the lenience of the speculative rule, in nats. 0 is the classical speculative rule; more "
             "reuses more and is further off policy."
@@ -83,11 +82,11 @@ class SpecRolloutArguments:
     spec_refresh_rate: float = field(
         default=0.1, metadata={"help": "Share of rows that are sampled afresh whatever the cache holds."}
     )
-    spec_carry_limit: int | None = field(
-        default=None,
+    spec_carry_limit: int = field(
+        default=2,
         metadata={
-            "help": "Most visits of a prompt that a token is carried over before its row is sampled afresh. Not set: "
-            "no limit."
+            "help": "Most visits of a prompt that a token is carried over before its row is sampled afresh. 0 sets no "
+            "limit."
         },
     )
     spec_verifier: str = field(
@@ -181,7 +180,7 @@ class SpecRolloutArguments:
             rule=ReuseRule(self.spec_rule),
             log_lenience=self.spec_log_lenience,
             refresh_rate=self.spec_refresh_rate,
-            carry_limit=self.spec_carry_limit,
+            carry_limit=self.spec_carry_limit or None,
             seed=self.seed,  # type: ignore[attr-defined]
         )
 
