@@ -43,6 +43,7 @@ from trl_runs import (
 )
 
 from specrl_plugins import FingerprintMismatch, TrajectoryCache, report
+from specrl_plugins.pruning import PruningSettings
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig, SpecRLOOTrainer
 from trl_integration.callback import RUN_LOG, RunLog
 from trl_integration.checks import UnsupportedSetting, check_config
@@ -658,19 +659,22 @@ def test_all_settings_are_command_line_flags():
         output_dir="out", use_cpu="true", bf16="false", use_spec_rollout="true", spec_log_lenience="0.2",
         spec_rule="random", spec_carry_limit="3", spec_refresh_rate="0.25", spec_verifier="trainer",
         spec_cache_dir="somewhere", spec_cache_max_mib="10", spec_guard="false", spec_reused_logprobs="behaviour",
+        spec_prune="true", spec_prune_detection_length="64", spec_prune_oversample="1.5", spec_prune_warmup_steps="5",
+        spec_prune_target_share="0.4", spec_prune_success_reward="0.9",
     )  # fmt: skip
     line = [part for name, value in flags.items() for part in (f"--{name}", value)]
     (args,) = trl.TrlParser(SpecGRPOConfig).parse_args_and_config(line)
     assert args.use_spec_rollout and not args.spec_guard
     assert (args.spec_log_lenience, args.spec_rule, args.spec_carry_limit) == (0.2, "random", 3)
-    assert args.spec_reused_logprobs == "behaviour"
+    assert args.spec_reused_logprobs == "behaviour" and args.spec_prune
+    assert args.pruning_settings() == PruningSettings(64, 1.5, 0.4, 5, 0.9)
     assert (args.cache_directory(), args.spec_cache_max_mib) == (Path("somewhere"), 10)
 
 
 def test_every_setting_has_help():
     fields = SpecGRPOConfig.__dataclass_fields__.values()
     ours = [field for field in fields if field.name.startswith(("spec_", "use_spec"))]
-    assert len(ours) == 10
+    assert len(ours) == 16
     assert all(field.metadata.get("help") for field in ours)
 
 
