@@ -210,6 +210,7 @@ class RolloutCache:
         """
         assert self._pruner is not None
         step = self._policy_step + 1
+        hidden = hidden.copy()  # what Ray hands over is read-only, of which PyTorch warns
         return self._pruner.judge(hidden, [group] * len(hidden), ended, {group: survivors}, step)
 
     def teach(self, lesson: Lesson) -> None:
