@@ -117,7 +117,8 @@ class RolloutCache:
         self._rules = rules
         self._pruner = pruner
         self._pruner_directory = pruner_directory
-        self._lessons: list[Lesson] = []  # of the rollouts since the last update of the weights
+        self._lessons: list[Lesson] = []  # of the latest batch
+        self._learn_s = 0.0  # since the last update of the weights
         self._policy_step = 0  # optimizer steps behind the weights that the engines have
         self._training = False
         self._paused = False
@@ -161,7 +162,7 @@ class RolloutCache:
             logger.warning("%s", error)
 
     def policy_is(self, step: int) -> dict[str, float]:
-        """The engines have the weights after optimizer step `step`. The pruner learns from the rollouts before.
+        """The engines have the weights after optimizer step `step`.
 
         Returns:
             See [`Pruner.metrics`]; `prune/time/learn_s` comes with them. Empty without a pruner.
@@ -169,12 +170,13 @@ class RolloutCache:
         self._policy_step = step
         if self._pruner is None:
             return {}
-        start = time.perf_counter()
-        self._learn(self._pruner)
-        return self._pruner.metrics() | {"prune/time/learn_s": time.perf_counter() - start}
+        self._learn()
+        seconds, self._learn_s = self._learn_s, 0.0
+        return self._pruner.metrics() | {"prune/time/learn_s": seconds}
 
     def begin(self, training: bool, paused: bool = False) -> None:
         """A batch of prompts begins: for training or for evaluation, with drafts or, while `paused`, without."""
+        self._learn()
         self._training, self._paused = training, paused
         self._slots.clear()
 
@@ -214,7 +216,7 @@ class RolloutCache:
         return self._pruner.judge(hidden, [group] * len(hidden), ended, {group: survivors}, step)
 
     def teach(self, lesson: Lesson) -> None:
-        """The pruner will learn from this at the next update of the weights."""
+        """The pruner will learn from this once the batch is over: when the next begins, or the weights change."""
         self._lessons.append(lesson)
 
     def store(self, trajectories: list[Trajectory]) -> tuple[bool, float]:
@@ -237,13 +239,14 @@ class RolloutCache:
         """Trajectories that are stored, and their size on disk in MiB."""
         return len(self._cache), self._cache.mib
 
-    def _learn(self, pruner: Pruner) -> None:
-        """One step of the pruner, on all lessons in an order that does not depend on when they came."""
+    def _learn(self) -> None:
+        """One step of the pruner, on the lessons of a batch in an order that does not depend on when they came."""
         lessons = sorted(self._lessons, key=lambda lesson: (lesson.group, lesson.hidden.tobytes()))
         self._lessons = []
-        if not lessons:  # several updates of the weights for one batch of rollouts
+        if self._pruner is None or not lessons:
             return
-        pruner.learn(
+        start = time.perf_counter()
+        self._pruner.learn(
             hidden=np.concatenate([lesson.hidden for lesson in lessons]),
             scores=np.concatenate([lesson.scores for lesson in lessons]),
             probabilities=np.concatenate([lesson.probabilities for lesson in lessons]),
@@ -251,6 +254,7 @@ class RolloutCache:
             rewards=np.concatenate([lesson.rewards for lesson in lessons]),
             groups=[lesson.group for lesson in lessons for _ in lesson.rewards],
         )
+        self._learn_s += time.perf_counter() - start
 
     def _load_pruner(self, pruner: Pruner, step: int) -> None:
         path = self._pruner_file(step)

@@ -47,7 +47,8 @@ class SpecSettings:
         prune_target_share (`float`, *optional*, defaults to `0.5`):
             Share of successes that the responses that are trained on should have, where that can be had.
         prune_warmup_steps (`int`, *optional*, defaults to `20`):
-            Steps from which the judge learns before it may prune. Until then no more are started than are trained on.
+            Rollouts from which the judge learns before it may prune. Until then no more are started than are trained
+            on.
         prune_success_reward (`float`, *optional*, defaults to `0.5`):
             A response whose reward is above this is a success.
 
@@ -137,7 +138,7 @@ class SpecSettings:
     prune_warmup_steps: int = field(
         default=20,
         metadata={
-            "help": "Steps from which the judge learns before it may prune. Until then no more are started than are "
+            "help": "Rollouts from which the judge learns before it may prune. Until then no more are started than are "
             "trained on.",
             "type": int,
         },

@@ -24,7 +24,7 @@ def announce(args: Any) -> None:
         settings, trained = spec.pruning_settings(), args.rollout.n_samples_per_prompt
         print(
             f"Online pruning: {settings.starts(trained)} responses to a prompt start and {trained} of them survive, "
-            f"judged after {settings.detection_length} tokens; {settings.warmup_steps} steps of warm-up."
+            f"judged after {settings.detection_length} tokens; {settings.warmup_steps} rollouts of warm-up."
         )
     if spec.use_spec_rollout:
         print(

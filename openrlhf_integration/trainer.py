@@ -4,7 +4,7 @@ was pruned.
 Overridden (openrlhf 0.11.2, `openrlhf/trainer/ppo_trainer.py` and `ppo_trainer_async.py`):
 
 - `BasePPOTrainer.train_step`: the metrics of its samples join the status that every tracker logs.
-- `BasePPOTrainer.broadcast_to_vllm`: the engines have the weights of another step now; the pruner learns.
+- `BasePPOTrainer.broadcast_to_vllm`: the engines have the weights of another step now.
 - `BasePPOTrainer.init_checkpoint_states`: training starts at the step of a checkpoint, or at 0.
 - `BasePPOTrainer.save_logs_and_checkpoints`, `BasePPOTrainer.save_best_checkpoint`: the cache and the pruner keep what
   a checkpoint needs.
