@@ -85,6 +85,11 @@ class AgentExecutor(MultiTurnAgentExecutor):
         number = next(numbers)
         if prompt == "raises" and number % 8 == 3:
             raise ValueError("an executor fails")
+        if prompt == "cached":
+            ids = kwargs["hf_tokenizer"](prompt, add_special_tokens=False)["input_ids"]
+            output = await kwargs["llm_engine"].generate(ids, sampling_params)
+            logs = {"tokens": len(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+            return dict(reward=1.0, extra_logs=logs)
         if prompt == "swallows":
             try:
                 return await super().execute(prompt, label, sampling_params, **kwargs)
@@ -299,6 +304,14 @@ def test_whatever_an_executor_does_as_many_as_asked_for_survive(run, engines, pr
         ray.get(running_cache().policy_is.remote(generator._epochs + 1))
     trained = [answer for answer in group if answer["action_ranges"]]
     assert all(end > start for answer in trained for start, end in answer["action_ranges"])
+
+
+def test_survivors_go_on_from_keys_and_values_that_are_still_there(run, engines):
+    """Blocks have 32 tokens, and the prompt 6: whole blocks of it are none."""
+    generator, _ = run("--spec.prune_detection_length", "40", rollout__max_new_tokens=56, agent=True)
+    (group,) = groups_of(generator, engines[0], ["cached"], samples=16, max_tokens=56)
+    long = [answer["extra_logs"] for answer in group if answer["extra_logs"]["tokens"] > 40]
+    assert long and all(logs["cached"] == 32 for logs in long)
 
 
 def test_an_executor_that_fails_fails_its_group_and_no_other(run, engines):
