@@ -23,9 +23,10 @@ def check_args(args: Any) -> None:
         UnsupportedSetting: naming every such flag, why, and what to do.
     """
     if lines := list(_unsupported_settings(args)):
-        flag = "--use_spec_rollout" if args.spec.use_spec_rollout else "--spec.prune"
+        on = {"--use_spec_rollout": args.spec.use_spec_rollout, "--spec.prune": args.spec.prune}
+        flags = " and ".join(f"`{flag}`" for flag, is_on in on.items() if is_on)
         raise UnsupportedSetting(
-            f"`{flag}` does not work with:\n  " + "\n  ".join(lines) + f"\nChange these, or leave `{flag}` out."
+            f"{flags} cannot be done right with:\n  " + "\n  ".join(lines) + f"\nChange these, or leave {flags} out."
         )
     if args.spec.use_spec_rollout and args.train.num_episodes <= 1:
         logger.warning(

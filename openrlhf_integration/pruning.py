@@ -17,6 +17,7 @@ from specrl_plugins import Continuation, Response, RolloutCounts
 from specrl_plugins.pruning import Judgement
 from specrl_plugins.vllm import AsyncHiddenStates, VLLMRequest
 
+# What comes of a sample that is given up before anything was generated for it.
 _NOTHING = Continuation(np.empty(0, np.int32), np.empty(0, np.float32), "length")
 
 

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ class Sample:
     step: int = 0
     counts: RolloutCounts = field(default_factory=RolloutCounts)
 
-    def give_up(self) -> None:
+    def give_up(self) -> NoReturn:
         """End its executor where it is, as if it were cancelled."""
         self.given_up = True
         raise asyncio.CancelledError("this sample is not trained on")

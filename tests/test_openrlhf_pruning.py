@@ -257,7 +257,7 @@ def test_hidden_states_are_those_of_the_policy(run, policy, reuse):
 
 
 def test_while_the_pruner_is_not_ready_no_more_start(run):
-    generator, kwargs = run(*REUSE, new=True)
+    generator, kwargs = run(*REUSE, "--spec.prune_warmup_steps", "3", new=True)
     samples, metrics = epoch(generator, kwargs)
     total = generator.ledger.total
     assert total.rows == total.judged_rows == len(samples) == N * len(PROMPTS) and not total.pruned_rows
@@ -321,6 +321,16 @@ def test_an_executor_that_fails_fails_its_group_and_no_other(run, engines):
     (group,) = groups_of(generator, engines[0], ["go"], max_tokens=None)
     assert len(group) == N
     assert ray.get(engines[0].get_num_unfinished_requests.remote()) == 0
+
+
+def test_a_judgement_that_fails_fails_its_group(run, engines):
+    """And leaves no sample waiting."""
+    generator, _ = run(*REUSE)
+    ray.get(running_cache().__ray_call__.remote(lambda actor: setattr(actor._pruner, "judge", None)))
+    with pytest.raises(ray.exceptions.RayTaskError, match="not callable"):
+        groups_of(generator, engines[0], ["1+1"])
+    ray.get(running_cache().__ray_call__.remote(lambda actor: delattr(actor._pruner, "judge")))
+    assert len(groups_of(generator, engines[0], ["1+1"])[0]) == N
 
 
 def test_the_pruner_learns_the_same_in_whatever_order_groups_come(run):
