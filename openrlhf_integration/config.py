@@ -1,22 +1,26 @@
-"""Settings of speculative rollouts, and their command-line flags."""
+"""Settings of speculative rollouts and of online pruning, and their command-line flags."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from specrl_plugins import ReusePolicy, ReuseRule
+from specrl_plugins.pruning import PruningSettings
 
 
 @dataclass(frozen=True)
 class SpecSettings:
     r"""
-    Settings of speculative rollouts. Each is a flag, `--spec.rule` or `--spec_rule`.
+    Settings of speculative rollouts and of online pruning. Each is a flag, `--spec.rule` or `--spec_rule`; the first
+    is `--use_spec_rollout`.
 
     Parameters:
+        use_spec_rollout (`bool`, *optional*, defaults to `False`):
+            Whether to reuse past responses.
         rule (`str`, *optional*, defaults to `"speculative"`):
             How much of a past response is reused: `"speculative"` keeps its verified prefix (SPEC-RL), `"random"`
             cuts it at random, `"full"` keeps all of it. The last two are baselines for comparison.
@@ -32,11 +36,33 @@ class SpecSettings:
             Size of the cache in MiB above which the least recently used trajectories are forgotten.
         guard (`bool`, *optional*, defaults to `True`):
             Whether to pause reuse for some batches where verifying is measured to cost more than it saves.
+        prune (`bool`, *optional*, defaults to `False`):
+            Whether to prune rollouts online: `--rollout.n_samples_per_prompt` responses to a prompt are trained on,
+            more are started, and those that look like teaching least are given up on the way. Works with reuse and
+            without.
+        prune_detection_length (`int`, *optional*, defaults to `512`):
+            Tokens of a response after which it is judged.
+        prune_oversample (`float`, *optional*, defaults to `2.0`):
+            Responses that are started for each one that is trained on.
+        prune_target_share (`float`, *optional*, defaults to `0.5`):
+            Share of successes that the responses that are trained on should have, where that can be had.
+        prune_warmup_steps (`int`, *optional*, defaults to `20`):
+            Rollouts from which the judge learns before it may prune. Until then no more are started than are trained
+            on.
+        prune_success_reward (`float`, *optional*, defaults to `0.5`):
+            A response whose reward is above this is a success.
 
     Raises:
         ValueError: a setting is out of its range; the message names the flag.
     """
 
+    use_spec_rollout: bool = field(
+        default=False,
+        metadata={
+            "help": "Reuse past responses. Without it and without --spec.prune OpenRLHF runs untouched.",
+            "action": "store_true",
+        },
+    )
     rule: str = field(
         default="speculative",
         metadata={
@@ -88,6 +114,38 @@ class SpecSettings:
             "type": lambda text: _boolean(text),
         },
     )
+    prune: bool = field(
+        default=False,
+        metadata={
+            "help": "Prune rollouts online: --rollout.n_samples_per_prompt responses to a prompt are trained on, more "
+            "are started, and those that look like teaching least are given up on the way.",
+            "action": "store_true",
+        },
+    )
+    prune_detection_length: int = field(
+        default=512, metadata={"help": "Tokens of a response after which it is judged.", "type": int}
+    )
+    prune_oversample: float = field(
+        default=2.0, metadata={"help": "Responses that are started for each one that is trained on.", "type": float}
+    )
+    prune_target_share: float = field(
+        default=0.5,
+        metadata={
+            "help": "Share of successes that the responses that are trained on should have, where that can be had.",
+            "type": float,
+        },
+    )
+    prune_warmup_steps: int = field(
+        default=20,
+        metadata={
+            "help": "Rollouts from which the judge learns before it may prune. Until then no more are started than are "
+            "trained on.",
+            "type": int,
+        },
+    )
+    prune_success_reward: float = field(
+        default=0.5, metadata={"help": "A response whose reward is above this is a success.", "type": float}
+    )
 
     def __post_init__(self) -> None:
         if self.cache_max_mib <= 0:
@@ -98,6 +156,10 @@ class SpecSettings:
             raise ValueError(f"--spec.{error}") from error
         if self.log_lenience < 0:  # the core knows what it means, but a user who sets it means something else
             raise ValueError(f"--spec.log_lenience is 0 or more nats (the log of a factor), not {self.log_lenience}")
+        try:
+            self.pruning_settings()
+        except ValueError as error:  # likewise
+            raise ValueError(f"--spec.prune_{error}") from error
 
     def reuse_policy(self, seed: int) -> ReusePolicy:
         """The core's policy of these settings."""
@@ -109,6 +171,16 @@ class SpecSettings:
             seed=seed,
         )
 
+    def pruning_settings(self) -> PruningSettings:
+        """The pruner's settings of these."""
+        return PruningSettings(
+            detection_length=self.prune_detection_length,
+            oversample=self.prune_oversample,
+            target_share=self.prune_target_share,
+            warmup_steps=self.prune_warmup_steps,
+            success_reward=self.prune_success_reward,
+        )
+
     def cache_directory(self, output_dir: str) -> Path:
         """Folder of the trajectory cache, absolute: the actor that owns it runs in a directory of its own."""
         return Path(self.cache_dir or Path(output_dir) / "spec_cache").absolute()
@@ -117,21 +189,9 @@ class SpecSettings:
 def spec_parser() -> argparse.ArgumentParser:
     """A parser of our flags alone."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    group = parser.add_argument_group("speculative rollouts")
-    group.add_argument(
-        "--use_spec_rollout",
-        action="store_true",
-        help="Reuse past responses. Without it OpenRLHF runs untouched.",
-    )
+    group = parser.add_argument_group("speculative rollouts and online pruning")
     for setting in fields(SpecSettings):
-        group.add_argument(
-            f"--spec.{setting.name}",
-            f"--spec_{setting.name}",
-            dest=setting.name,
-            default=setting.default,
-            metavar=None if "choices" in setting.metadata else setting.name.upper(),
-            **setting.metadata,
-        )
+        group.add_argument(*_flags(setting.name), dest=setting.name, default=setting.default, **_options(setting))
     return parser
 
 
@@ -139,23 +199,33 @@ def split_arguments(arguments: list[str]) -> tuple[SpecSettings | None, list[str
     """Take our flags out of a command line.
 
     Returns:
-        The settings, `None` without `--use_spec_rollout`, and what is left for OpenRLHF's own parser.
+        The settings, `None` with neither `--use_spec_rollout` nor `--spec.prune`, and what is left for OpenRLHF's own
+        parser.
     """
     parser = spec_parser()
     ours, rest = parser.parse_known_args(arguments)
     for argument in rest:
         if argument.startswith(("--spec.", "--spec_")):
             name = argument.partition("=")[0].replace("_", ".", 1)
-            known = [f"--spec.{setting.name}" for setting in fields(SpecSettings)]
+            known = [_flags(setting.name)[0] for setting in fields(SpecSettings)]
             guess = difflib.get_close_matches(name, known, n=1)
             parser.error(f"there is no {argument}" + (f": did you mean {guess[0]}?" if guess else ""))
-    values: dict[str, Any] = vars(ours)
-    use = values.pop("use_spec_rollout")
     try:
-        settings = SpecSettings(**values)
+        settings = SpecSettings(**vars(ours))
     except ValueError as error:
         parser.error(str(error))
-    return (settings if use else None), rest
+    return (settings if settings.use_spec_rollout or settings.prune else None), rest
+
+
+def _flags(setting: str) -> list[str]:
+    """What a setting is called on the command line."""
+    return ["--use_spec_rollout"] if setting == "use_spec_rollout" else [f"--spec.{setting}", f"--spec_{setting}"]
+
+
+def _options(setting: Field) -> dict[str, Any]:
+    """How its value is read and shown."""
+    takes_any = not {"choices", "action"} & set(setting.metadata)
+    return dict(setting.metadata) | ({"metavar": setting.name.upper()} if takes_any else {})
 
 
 def _boolean(text: str) -> bool:

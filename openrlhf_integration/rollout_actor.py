@@ -4,7 +4,8 @@ Overridden, of `RolloutRayActor` (openrlhf 0.11.2, `openrlhf/trainer/ray/vllm_en
 
 - `generate`: token ids in, one output out. An executor calls it once a turn.
 - `generate_responses`: runs the executor once a sample. Here each run gets to know its slot, and what came of all of
-  them is stored. The tokenizer need not come along.
+  them is stored. With pruning, more runs start than are asked for, and some are given up: `generate` then raises
+  `asyncio.CancelledError` in their executor. The tokenizer need not come along.
 - `reset_prefix_cache`: called at each update of the weights; its answer is checked.
 """
 
@@ -14,18 +15,21 @@ import asyncio
 import logging
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 from vllm import RequestOutput, SamplingParams
 from vllm.logprobs import Logprob
 
 from openrlhf_integration.cache_actor import Rules, Visit, running_cache
+from openrlhf_integration.pruning import Gate, PausingRequest
 from openrlhf_integration.seams import plain
 from specrl_plugins import Response, RolloutCounts, prompt_key
 from specrl_plugins.request import roll_out
 from specrl_plugins.trajectory import Trajectory
+from specrl_plugins.vllm.hidden_states import TOP, AsyncHiddenStates
 from specrl_plugins.vllm.request import VLLMRequest, changed_settings
 
 logger = logging.getLogger(__name__)
@@ -39,10 +43,11 @@ _CONTEXT_TOKENS = 8
 
 @dataclass(eq=False)
 class Group:
-    """The samples of one prompt, in one call of `generate_responses`."""
+    """The samples of one prompt that start, in one call of `generate_responses`; with a gate where they are judged."""
 
     samples: int
     tokenizer: Any
+    gate: Gate | None = None
     visits: dict[bytes, asyncio.Task[Visit | None]] = field(default_factory=dict)
 
 
@@ -53,10 +58,16 @@ class Sample:
     group: Group
     index: int
     begun: bool = False
+    given_up: bool = False
     response: Response | None = None
     cap: int = 0
     step: int = 0
     counts: RolloutCounts = field(default_factory=RolloutCounts)
+
+    def give_up(self) -> NoReturn:
+        """End its executor where it is, as if it were cancelled."""
+        self.given_up = True
+        raise asyncio.CancelledError("this sample is not trained on")
 
 
 # Which sample the code that runs belongs to. Each has a task of its own, and so do requests it may start in turn.
@@ -64,15 +75,19 @@ _sample: ContextVar[Sample | None] = ContextVar("specrl_sample", default=None)
 
 
 class SpecRolloutActor(plain(RolloutRayActor)):
-    """[`RolloutRayActor`] that reuses past responses. Takes the same arguments."""
+    """[`RolloutRayActor`] that reuses past responses or prunes. Takes the same arguments."""
 
     async def __init__(self, *args: Any, **kwargs: Any):
-        # What is sampled and what is scored are of one kind: vLLM scores raw log-probs, whatever the mode. At
-        # temperature 1 and top-p 1 the modes differ only where an end token is banned as the whole response.
-        kwargs["logprobs_mode"] = "raw_logprobs"
-        await super().__init__(*args, **kwargs)
         self._cache = running_cache()
         self._rules: Rules = await self._cache.rules.remote()
+        if self._rules.reuse:
+            # What is sampled and what is scored are of one kind: vLLM scores raw log-probs, whatever the mode. At
+            # temperature 1 and top-p 1 the modes differ only where an end token is banned as the whole response.
+            kwargs["logprobs_mode"] = "raw_logprobs"
+        if self._rules.pruning is not None:
+            kwargs["max_logprobs"] = max(kwargs.get("max_logprobs", TOP), TOP)
+        await super().__init__(*args, **kwargs)
+        self._states = AsyncHiddenStates(super().generate, self.llm.collective_rpc)
         self._tokenizer: Any = None
         self._warned_changed = False
 
@@ -90,25 +105,54 @@ class SpecRolloutActor(plain(RolloutRayActor)):
         num_samples: int = 1,
         images: Any = None,
     ) -> list[dict[str, Any]]:
-        """As OpenRLHF's. The responses carry their counts, under [`COUNTS_KEY`]."""
+        """As OpenRLHF's. The responses carry their counts, under [`COUNTS_KEY`].
+
+        With pruning, `num_samples` are those that survive.
+        """
         if hf_tokenizer is None:
             hf_tokenizer = self._tokenizer
         run_executor = super().generate_responses
-        group = Group(num_samples, hf_tokenizer)
-        samples = [Sample(group, index) for index in range(num_samples)]
+        gate = None if images else await self._gate(prompt, num_samples)
+        group = Group(num_samples if gate is None else gate.samples, hf_tokenizer, gate)
+        samples = [Sample(group, index) for index in range(group.samples)]
 
-        async def run(sample: Sample) -> dict[str, Any]:
+        async def run(sample: Sample) -> dict[str, Any] | None:
             _sample.set(sample)
-            (answer,) = await run_executor(
-                prompt, label, sampling_params, max_length, hf_tokenizer, num_samples=1, images=images
-            )
-            return answer
+            try:
+                (answer,) = await run_executor(
+                    prompt, label, sampling_params, max_length, hf_tokenizer, num_samples=1, images=images
+                )
+            except asyncio.CancelledError:
+                if not sample.given_up:
+                    raise
+                return None
+            finally:
+                if gate is not None:  # it may have failed, or never asked for anything
+                    gate.arrive(sample.index)
+            return answer if gate is None or await gate.survives(sample.index) else None
 
         answers = await asyncio.gather(*map(run, samples))
         await self._store(samples, answers)
-        for sample, answer in zip(samples, answers, strict=True):
-            answer[COUNTS_KEY] = sample.counts
-        return answers
+        if gate is not None:
+            await self._cache.teach.remote(gate.lesson(np.array([reward_of(answer) for answer in answers])))
+        return with_counts(answers, samples)
+
+    async def _gate(self, prompt: str, survivors: int) -> Gate | None:
+        """A gate for a new group; `None` where its samples are not judged."""
+        if self._rules.pruning is None:
+            return None
+        samples: int | None = await self._cache.starts.remote(survivors)
+        if samples is None:
+            return None
+        return Gate(
+            prompt_key(list(prompt.encode())),  # the token ids are the executor's business
+            samples,
+            survivors,
+            self._rules.pruning.detection_length,
+            self._states,
+            self.llm.model_config.get_hidden_size(),
+            self._cache,
+        )
 
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: SamplingParams, multi_modal_data: Any = None
@@ -118,10 +162,17 @@ class SpecRolloutActor(plain(RolloutRayActor)):
         Images, turns after the first and evaluation pass through.
         """
         sample = _sample.get()
-        first_turn = sample is not None and not sample.begun
-        if sample is not None:
-            sample.begun = True
-        if sample is None or not first_turn or multi_modal_data or self._changed(sampling_params):
+        if sample is None:
+            return await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
+        if sample.given_up:
+            sample.give_up()  # whatever its executor tries
+        first_turn, sample.begun = not sample.begun, True
+        gate = sample.group.gate
+        if not first_turn or multi_modal_data or self._changed(sampling_params):
+            if first_turn and gate is not None:
+                gate.arrive(sample.index)
+                if not await gate.survives(sample.index):
+                    sample.give_up()
             return await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
         key = prompt_key(prompt_token_ids)
         visits = sample.group.visits
@@ -133,7 +184,8 @@ class SpecRolloutActor(plain(RolloutRayActor)):
 
         context = self.llm.model_config.max_model_len
         cap = sampling_params.max_tokens or context - len(prompt_token_ids)
-        request = VLLMRequest(super().generate, prompt_token_ids, sampling_params, context)
+        asked = (super().generate, prompt_token_ids, sampling_params, context)
+        request = VLLMRequest(*asked) if gate is None else PausingRequest(gate, sample.index, *asked)
         response = Response(prompt_token_ids, key, visit.first_slot + sample.index)
         sample.counts = await roll_out(
             request,
@@ -147,6 +199,8 @@ class SpecRolloutActor(plain(RolloutRayActor)):
         sample.counts.lookup_s = visit.seconds / sample.group.samples
         sample.counts.paused_rows = int(visit.paused)
         sample.response, sample.cap, sample.step = response, cap, visit.step
+        if isinstance(request, PausingRequest) and not await request.judged(response, sample.counts):
+            sample.give_up()
         assert request.output is not None
         return finished_output(request.output, response, sampling_params, sample.group.tokenizer)
 
@@ -165,21 +219,20 @@ class SpecRolloutActor(plain(RolloutRayActor)):
     async def _visit(self, key: bytes, samples: int) -> Visit | None:
         return await self._cache.visit.remote(key, samples)
 
-    async def _store(self, samples: list[Sample], answers: list[dict[str, Any]]) -> None:
+    async def _store(self, samples: list[Sample], answers: list[dict[str, Any] | None]) -> None:
         """Keep what came of a prompt's samples, with their rewards where they are known by now."""
         made: list[tuple[Sample, Trajectory]] = []
         for sample, answer in zip(samples, answers, strict=True):
             if sample.response is None:
                 continue
-            reward = first_value(answer["reward"])
-            if reward is not None:
-                sample.response.count_reward(reward, sample.counts)
+            reward = reward_of(answer)
+            sample.response.count_reward(reward, sample.counts)
             trajectory = sample.response.trajectory(sample.cap, sample.step, reward=reward)
             if trajectory is None:
                 sample.counts.unstored_rows += 1
             else:
                 made.append((sample, trajectory))
-        if not made:
+        if not made or not self._rules.reuse:
             return
         stored, seconds = await self._cache.store.remote([trajectory for _, trajectory in made])
         for sample, _ in made:
@@ -187,12 +240,12 @@ class SpecRolloutActor(plain(RolloutRayActor)):
             sample.counts.store_s = seconds / len(made)
 
     def _changed(self, sampling_params: SamplingParams) -> bool:
-        """Whether an executor changed what OpenRLHF asks for into something that cannot be reused."""
-        changed = changed_settings(sampling_params)
+        """Whether an executor changed what OpenRLHF asks for into something that cannot be scored."""
+        changed = changed_settings(sampling_params, self._rules.temperature, self._rules.top_p)
         if changed and not self._warned_changed:
             self._warned_changed = True
             logger.warning(
-                "Requests with %s are not reused: they end or are sampled in ways that are not scored.",
+                "Requests with %s are neither reused nor judged: they end or are sampled in ways that are not scored.",
                 ", ".join(changed),
             )
         return bool(changed)
@@ -240,6 +293,23 @@ def _text(prompt: list[int], tokens: list[int], sampling_params: SamplingParams,
     return decode(context + tokens)[len(decode(context)) :].rstrip("\ufffd")
 
 
-def first_value(reward: Any) -> float | None:
-    """A response's reward as a number: reward functions return floats, tensors or lists of one."""
-    return None if reward is None else torch.as_tensor(reward, dtype=torch.float32).flatten()[0].item()
+def with_counts(answers: list[dict[str, Any] | None], samples: list[Sample]) -> list[dict[str, Any]]:
+    """The answers of the samples that survive, with their counts. The first also has those of all that do not.
+
+    Args:
+        answers (`list` of length `samples`): `None` for a sample that does not survive.
+        samples (`list[Sample]`): of a group.
+    """
+    survivors = [(answer, sample.counts) for answer, sample in zip(answers, samples, strict=True) if answer is not None]
+    others = [sample.counts for answer, sample in zip(answers, samples, strict=True) if answer is None]
+    if samples[0].group.gate is not None:
+        others.append(RolloutCounts(judge_s=samples[0].group.gate.judge_s))
+    for row, (answer, counts) in enumerate(survivors):
+        answer[COUNTS_KEY] = sum(others, counts) if row == 0 else counts
+    return [answer for answer, _ in survivors]
+
+
+def reward_of(answer: dict[str, Any] | None) -> float:
+    """A response's reward, NaN where there is none: reward functions return floats, tensors or lists of one."""
+    reward = None if answer is None else answer["reward"]
+    return np.nan if reward is None else torch.as_tensor(reward, dtype=torch.float32).flatten()[0].item()

@@ -42,12 +42,13 @@ class RolloutSamples(list[Experience]):
 
 
 class SpecSamplesGenerator(SamplesGenerator):
-    """[`SamplesGenerator`] whose engines reuse past responses. Takes the same arguments."""
+    """[`SamplesGenerator`] whose engines reuse past responses or prune. Takes the same arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._cache = running_cache()
         rules: Rules = ray.get(self._cache.rules.remote())
+        self._reuse = rules.reuse
         self.ledger = RolloutLedger(CacheSize(self._cache), VerificationGuard(may_pause=rules.guard))
         # With a copy for each prompt, as OpenRLHF sends them, engines spend longer on unpacking than on verifying.
         tokenizer = ray.put(self.tokenizer)
@@ -112,7 +113,7 @@ class SpecSamplesGenerator(SamplesGenerator):
 
     def _warn_without_drafts(self) -> None:
         total = self.ledger.total
-        if self._epochs == 2 and not total.draft_rows and not total.paused_rows:
+        if self._reuse and self._epochs == 2 and not total.draft_rows and not total.paused_rows:
             logger.warning(
                 "After %d epochs no prompt has come back with the same token ids, so nothing can be reused. Does the "
                 "data set or the agent change its prompts, or change the sampling parameters?",
@@ -124,8 +125,8 @@ def share_out_seconds(counts: RolloutCounts, wall_s: float) -> None:
     """Make the stages of a batch add up to its `wall_s` seconds.
 
     The cache answers one call at a time, so that its seconds passed as they are. Many requests are in flight at once:
-    of what is left, verifying and generating get shares in the proportion of what requests spent in each.
+    of what is left, verifying, generating and judging get shares in the proportion of what requests spent in each.
     """
     left_s = max(wall_s - counts.lookup_s - counts.store_s, 0.0)
-    spent_s = counts.verify_s + counts.generate_s
-    counts.verify_s, counts.generate_s = (left_s * s / spent_s for s in (counts.verify_s, counts.generate_s))
+    spent = (counts.verify_s, counts.generate_s, counts.judge_s)
+    counts.verify_s, counts.generate_s, counts.judge_s = (left_s * s / sum(spent) for s in spent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -9,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from openrlhf_integration.cache_actor import Rules, start_cache
 from specrl_plugins import Fingerprint
 from specrl_plugins.fingerprint import content_hash
+from specrl_plugins.pruning import Pruner
 
 
 def announce(args: Any) -> None:
@@ -18,22 +20,49 @@ def announce(args: Any) -> None:
         args (`SimpleNamespace`): OpenRLHF's arguments, nested, with ours as `args.spec`.
     """
     spec = args.spec
-    print(
-        f"Speculative rollouts: {spec.rule} reuse, log-lenience {spec.log_lenience:g}, refresh rate "
-        f"{spec.refresh_rate:g}, verified by vLLM. Trajectory cache: {spec.cache_directory(args.ckpt.output_dir)}."
-    )
+    if spec.prune:
+        settings, trained = spec.pruning_settings(), args.rollout.n_samples_per_prompt
+        print(
+            f"Online pruning: {settings.starts(trained)} responses to a prompt start and {trained} of them survive, "
+            f"judged after {settings.detection_length} tokens; {settings.warmup_steps} rollouts of warm-up."
+        )
+    if spec.use_spec_rollout:
+        print(
+            f"Speculative rollouts: {spec.rule} reuse, log-lenience {spec.log_lenience:g}, refresh rate "
+            f"{spec.refresh_rate:g}, verified by vLLM. Trajectory cache: {spec.cache_directory(args.ckpt.output_dir)}."
+        )
     if not args.vllm.enable_prefix_caching:
         print(
-            "Speculative rollouts: --vllm.enable_prefix_caching was turned on. Verifying a response leaves its keys "
-            "and values there, from which the continuation goes on."
+            "--vllm.enable_prefix_caching was turned on. Verifying or judging a response leaves its keys and values "
+            "there, from which the continuation goes on."
         )
 
 
 def start_cache_of(args: Any) -> Any:
     """Start the cache actor of a run; see [`start_cache`]."""
-    fingerprint = fingerprint_of(args.actor.model_name_or_path, not args.data.disable_fast_tokenizer)
-    rules = Rules(args.spec.reuse_policy(args.train.seed), fingerprint.vocab_size, args.spec.guard)
-    return start_cache(args.spec.cache_directory(args.ckpt.output_dir), fingerprint, args.spec.cache_max_mib, rules)
+    spec, model = args.spec, args.actor.model_name_or_path
+    fingerprint = fingerprint_of(model, not args.data.disable_fast_tokenizer)
+    rules = Rules(
+        policy=spec.reuse_policy(args.train.seed),
+        vocab_size=fingerprint.vocab_size,
+        guard=spec.guard,
+        reuse=spec.use_spec_rollout,
+        pruning=spec.pruning_settings() if spec.prune else None,
+        temperature=args.rollout.temperature,
+        top_p=args.rollout.top_p,
+    )
+    pruner = None
+    if spec.prune:
+        hidden_size = AutoConfig.from_pretrained(model, trust_remote_code=True).get_text_config().hidden_size
+        pruner = Pruner(hidden_size, spec.pruning_settings(), seed=args.train.seed)
+    return start_cache(
+        spec.cache_directory(args.ckpt.output_dir),
+        fingerprint,
+        spec.cache_max_mib,
+        rules,
+        pruner,
+        Path(args.ckpt.path).absolute() / "spec_pruner",
+    )
 
 
 def fingerprint_of(model: str, use_fast: bool) -> Fingerprint:

@@ -1,6 +1,7 @@
-"""OpenRLHF's `train_ppo_ray` with one flag more.
+"""OpenRLHF's `train_ppo_ray` with a flag or two more.
 
-    python3 -m openrlhf_integration.train_ppo_ray --use_spec_rollout <every flag of openrlhf.cli.train_ppo_ray>
+    python3 -m openrlhf_integration.train_ppo_ray --use_spec_rollout --spec.prune \
+        <every flag of openrlhf.cli.train_ppo_ray>
 
 Our flags are taken out of the command line; parsing, checks and training are OpenRLHF's own. Its script looks four
 names up in this process, at which it finds ours (openrlhf 0.11.2):

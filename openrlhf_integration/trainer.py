@@ -1,11 +1,13 @@
-"""OpenRLHF's trainers, synchronous and asynchronous, which keep the cache informed and log what was reused.
+"""OpenRLHF's trainers, synchronous and asynchronous, which keep the cache informed and log what was reused and what
+was pruned.
 
 Overridden (openrlhf 0.11.2, `openrlhf/trainer/ppo_trainer.py` and `ppo_trainer_async.py`):
 
 - `BasePPOTrainer.train_step`: the metrics of its samples join the status that every tracker logs.
 - `BasePPOTrainer.broadcast_to_vllm`: the engines have the weights of another step now.
 - `BasePPOTrainer.init_checkpoint_states`: training starts at the step of a checkpoint, or at 0.
-- `BasePPOTrainer.save_logs_and_checkpoints`: the cache keeps what a checkpoint needs.
+- `BasePPOTrainer.save_logs_and_checkpoints`, `BasePPOTrainer.save_best_checkpoint`: the cache and the pruner keep what
+  a checkpoint needs.
 - `PPOTrainer.__init__`, `GenerateSamplesActor.__init__`: make our samples generator.
 - `TrainingActor.__init__`, `TrainingActor.broadcast_to_vllm`: only passed on, see there.
 - `PPOTrainerAsync.__init__`: starts the two actors of asynchronous training.
@@ -35,6 +37,7 @@ class SpecTrainer(BasePPOTrainer):
         super().__init__(*args, **kwargs)
         self._cache = running_cache()
         self._policy_step = 0  # optimizer steps behind the weights of the next broadcast
+        self._pruner_metrics: dict[str, float] = {}
 
     def init_checkpoint_states(self) -> dict[str, Any]:
         states = super().init_checkpoint_states()
@@ -48,18 +51,26 @@ class SpecTrainer(BasePPOTrainer):
         if global_step % settings.ckpt.save_steps == 0:  # OpenRLHF's own condition; the checkpoint is whole now
             ray.get(self._cache.checkpoint.remote(global_step))
 
+    def save_best_checkpoint(
+        self, eval_metrics: Any, global_step: int, client_states: dict[str, Any] | None = None
+    ) -> None:
+        before = self.best_eval_metric_value
+        super().save_best_checkpoint(eval_metrics, global_step, client_states)
+        if client_states and self.best_eval_metric_value > before:  # OpenRLHF's own condition
+            ray.get(self._cache.checkpoint.remote(client_states["global_step"]))
+
     def train_step(self, rollout_samples: RolloutSamples, global_step: int) -> tuple[dict[str, Any], int]:
         self._policy_step = global_step + 1
         status, global_step = super().train_step(rollout_samples, global_step)
-        return status | rollout_samples.metrics, global_step
+        return status | rollout_samples.metrics | self._pruner_metrics, global_step
 
     def broadcast_to_vllm(self) -> None:
         super().broadcast_to_vllm()
-        ray.get(self._cache.policy_is.remote(self._policy_step))
+        self._pruner_metrics = ray.get(self._cache.policy_is.remote(self._policy_step))
 
 
 class SpecPPOTrainer(plain(PPOTrainer), SpecTrainer):
-    """[`PPOTrainer`] that reuses past responses. Takes the same arguments."""
+    """[`PPOTrainer`] that reuses past responses or prunes. Takes the same arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -88,7 +99,7 @@ class SpecGenerateSamplesActor(plain(GenerateSamplesActor)):
 
 
 class SpecPPOTrainerAsync(plain(PPOTrainerAsync)):
-    """[`PPOTrainerAsync`] that reuses past responses. Takes the same arguments."""
+    """[`PPOTrainerAsync`] that reuses past responses or prunes. Takes the same arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         with in_place_of(

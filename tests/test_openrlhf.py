@@ -18,12 +18,13 @@ pytest.importorskip("vllm")
 import numpy as np
 from openrlhf_runs import flags, parse
 
+from openrlhf_integration.cache_actor import Rules
 from openrlhf_integration.checks import UnsupportedSetting
 from openrlhf_integration.config import SpecSettings, split_arguments
 from openrlhf_integration.samples_generator import RolloutSamples, share_out_seconds
 from openrlhf_integration.seams import in_place_of, plain
 from openrlhf_integration.train_ppo_ray import main
-from specrl_plugins import RolloutCounts
+from specrl_plugins import ReusePolicy, RolloutCounts
 
 pytestmark = pytest.mark.openrlhf
 
@@ -36,19 +37,25 @@ def test_flags_are_taken_out_and_the_rest_is_left(form):
     line = ["--actor.adam.lr", "1", form.format("log_lenience"), "0.25", "--use_spec_rollout", "--ds.packing_samples"]
     line += [form.format("guard"), "false", form.format("carry_limit") + "=3", form.format("rule"), "random"]
     settings, rest = split_arguments(line)
-    assert settings == SpecSettings(rule="random", log_lenience=0.25, guard=False, carry_limit=3)
+    assert settings == SpecSettings(use_spec_rollout=True, rule="random", log_lenience=0.25, guard=False, carry_limit=3)
     assert rest == ["--actor.adam.lr", "1", "--ds.packing_samples"]
 
 
-def test_without_the_switch_there_are_no_settings():
+def test_without_a_switch_there_are_no_settings():
     assert split_arguments(["--spec.rule", "full", "--x"]) == (None, ["--x"])
+    assert split_arguments(["--spec_prune_oversample", "3", "--x"]) == (None, ["--x"])
+
+
+def test_pruning_has_a_switch_of_its_own():
+    line = ["--spec.prune", "--spec_prune_oversample", "1.5", "--spec.prune_warmup_steps=3", "--x"]
+    assert split_arguments(line) == (SpecSettings(prune=True, prune_oversample=1.5, prune_warmup_steps=3), ["--x"])
 
 
 def test_defaults_are_those_of_the_trl_adapter():
     config = pytest.importorskip("trl_integration.config")
     theirs = {f.name: f.default for f in config.SpecRolloutArguments.__dataclass_fields__.values()}
     for name, setting in SpecSettings.__dataclass_fields__.items():
-        assert theirs[f"spec_{name}"] == setting.default, name
+        assert theirs[name if name == "use_spec_rollout" else f"spec_{name}"] == setting.default, name
 
 
 @pytest.mark.parametrize(
@@ -63,6 +70,11 @@ def test_defaults_are_those_of_the_trl_adapter():
         (["--spec.log_lenience", "-1"], "--spec.log_lenience is 0 or more"),
         (["--spec.lenience", "1"], "did you mean --spec.log_lenience"),
         (["--spec_refresh=1"], "did you mean --spec.refresh_rate"),
+        (["--spec.prune_detection_length", "0"], "--spec.prune_detection_length"),
+        (["--spec.prune_oversample", "0.5"], "--spec.prune_oversample"),
+        (["--spec.prune_target_share", "1"], "--spec.prune_target_share"),
+        (["--spec.prune_warmup_steps", "-1"], "--spec.prune_warmup_steps"),
+        (["--spec.prune_success_reward", "nan"], "--spec.prune_success_reward"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(line, message, capsys):
@@ -92,13 +104,13 @@ def test_help_shows_both(capsys):
     assert exit.value.code == 0
     shown = capsys.readouterr().out
     assert "--actor.model_name_or_path" in shown and "--use_spec_rollout" in shown
-    for name in SpecSettings.__dataclass_fields__:
+    for name in set(SpecSettings.__dataclass_fields__) - {"use_spec_rollout"}:
         assert f"--spec.{name}" in shown and f"--spec_{name}" in shown
 
 
 def test_the_script_gets_our_settings_and_prefix_caching(tiny_model, tmp_path, capsys):
     args = parse(flags(tiny_model, tmp_path, "--use_spec_rollout", "--spec.refresh_rate", "0.2"))
-    assert args.spec == SpecSettings(refresh_rate=0.2)
+    assert args.spec == SpecSettings(use_spec_rollout=True, refresh_rate=0.2)
     assert args.vllm.enable_prefix_caching
     assert "--vllm.enable_prefix_caching was turned on" in capsys.readouterr().out
 
@@ -123,6 +135,33 @@ def test_what_would_be_wrong_is_refused_by_flag(tiny_model, tmp_path, changes, f
     with pytest.raises(UnsupportedSetting, match=flag):
         parse(flags(tiny_model, tmp_path, "--use_spec_rollout", **changes))
     parse(flags(tiny_model, tmp_path, **changes))  # OpenRLHF itself has nothing against it
+
+
+PRUNING = dict(rollout__max_new_tokens=1024)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        (dict(rollout__max_new_tokens=512), "--rollout.max_new_tokens 512"),
+        (dict(rollout__max_new_tokens=None, data__max_len=512), "--data.max_len 512"),
+        (dict(reward__remote_url=None), "--reward.remote_url"),
+        (dict(train__async_enable=True, train__partial_rollout_enable=True), "--train.partial_rollout_enable"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_pruned_right_is_refused_by_flag(tiny_model, tmp_path, changes, flag):
+    with pytest.raises(UnsupportedSetting, match=flag):
+        parse(flags(tiny_model, tmp_path, "--spec.prune", **PRUNING | changes))
+
+
+def test_pruning_alone_takes_what_only_reuse_refuses(tiny_model, tmp_path, capsys, caplog):
+    changes = dict(rollout__temperature=0.7, train__num_episodes=1)
+    args = parse(flags(tiny_model, tmp_path, "--spec.prune", **PRUNING | changes))
+    assert args.vllm.enable_prefix_caching and "--train.num_episodes" not in caplog.text
+    printed = capsys.readouterr().out
+    assert "Online pruning: 8 responses to a prompt start and 4 of them survive" in printed
+    assert "Speculative rollouts" not in printed
 
 
 def test_one_episode_is_warned_of(tiny_model, tmp_path, caplog):
@@ -177,6 +216,9 @@ def test_openrlhf_is_where_the_adapter_expects_it():
     assert parameters(base.train_step) == ["self", "rollout_samples", "global_step"]
     assert parameters(base.broadcast_to_vllm) == ["self"]
     assert parameters(base.init_checkpoint_states) == ["self"]
+    assert parameters(base.save_best_checkpoint) == ["self", "eval_metrics", "global_step", "client_states"]
+    source = inspect.getsource(base.save_best_checkpoint)
+    assert source.index("if current_value > self.best_eval_metric_value:") < source.index('"save_checkpoint"')
     source = inspect.getsource(plain(synchronous.PPOTrainer))
     assert "self.samples_generator = SamplesGenerator(" in source
     assert source.index("self.init_checkpoint_states()") < source.index("self.samples_generator.generate_samples(")
@@ -216,6 +258,7 @@ def test_images_and_requests_outside_of_a_sample_pass_through(monkeypatch):
     monkeypatch.setattr(plain(RolloutRayActor), "generate", generate)
     actor = SpecRolloutActor.__new__(SpecRolloutActor)
     actor._warned_changed = False
+    actor._rules = Rules(ReusePolicy(), 100, guard=False)
     params = SamplingParams(temperature=1.0, max_tokens=4)
 
     async def requests():
@@ -240,6 +283,9 @@ def test_stages_add_up_to_the_seconds_that_passed():
     share_out_seconds(counts, 5.0)
     assert counts.seconds == pytest.approx(5.0)
     assert (counts.lookup_s, counts.verify_s) == (0.5, pytest.approx(1.0))  # the cache's own seconds are left alone
+    counts = RolloutCounts(generate_s=60.0, judge_s=20.0)
+    share_out_seconds(counts, 4.0)
+    assert (counts.generate_s, counts.judge_s) == (pytest.approx(3.0), pytest.approx(1.0))
 
 
 def test_metrics_travel_with_the_samples():
@@ -320,7 +366,7 @@ def test_the_example_scripts_are_command_lines_that_openrlhf_takes(script, tmp_p
     option, module, *line = (tmp_path / "line").read_text().splitlines()
     assert (option, module) == ("-m", "openrlhf_integration.train_ppo_ray")
     args = parse(line)
-    assert args.spec == SpecSettings() and args.train.num_episodes > 1 and args.ds.packing_samples
+    assert args.spec == SpecSettings(use_spec_rollout=True) and args.train.num_episodes > 1 and args.ds.packing_samples
 
 
 def test_the_example_data_and_reward_fit_together(tmp_path):

@@ -54,16 +54,22 @@ class VLLMRequest:
         return self.output
 
 
-def changed_settings(params: SamplingParams) -> list[str]:
+def changed_settings(params: SamplingParams, temperature: float = 1.0, top_p: float = 1.0) -> list[str]:
     """Settings, by name, that make a request other than one of a plain sample with at most its own log-prob.
 
     Such a request is sampled from another distribution than the one that vLLM scores, ends by other rules than the
     response that is reused did, or asks for more than is known of reused tokens. A least length of one token is
     plain: it only bans the end token as the whole response, which scores do not know of. They are then off by
     log(1 - P(end token)) at the first token, in old and new log-probs alike.
+
+    Args:
+        params (`SamplingParams`): of the request.
+        temperature, top_p (`float`, *optional*, default to 1): those of a plain sample. Others than 1 cannot be scored,
+            but continued: for runs that prune and reuse nothing.
     """
     plain = SamplingParams(
-        temperature=1.0,
+        temperature=temperature,
+        top_p=top_p,
         top_k=params.top_k if params.top_k in (0, -1) else 0,  # both keep all
         max_tokens=params.max_tokens,
         min_tokens=min(params.min_tokens, 1),
