@@ -9,7 +9,6 @@ counts for all.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 from numpy.typing import NDArray
 
 from specrl_plugins import Fingerprint, ReusePolicy, Trajectory, TrajectoryCache
@@ -79,7 +77,7 @@ class Lesson:
     Args:
         group (`bytes`): key of the group.
         hidden (`NDArray[np.float32]` of shape `(rows, hidden)`): what they were judged by.
-        scores, probabilities, control (`NDArray` of shape `(rows,)`): of their [`Judgement`].
+        scores, probabilities, control, ended (`NDArray` of shape `(rows,)`): of their [`Judgement`].
         rewards (`NDArray[np.float64]` of shape `(rows,)`): NaN where unknown.
     """
 
@@ -88,6 +86,7 @@ class Lesson:
     scores: NDArray[np.float64]
     probabilities: NDArray[np.float64]
     control: NDArray[np.bool_]
+    ended: NDArray[np.bool_]
     rewards: NDArray[np.float64]
 
 
@@ -152,8 +151,7 @@ class RolloutCache:
         if self._pruner is not None:
             self._pruner_directory.mkdir(parents=True, exist_ok=True)
             path = self._pruner_file(step)
-            torch.save(self._pruner.state_dict(), path.with_suffix(".part"))
-            os.replace(path.with_suffix(".part"), path)
+            self._pruner.save(path)
             for earlier in set(self._pruner_directory.glob("*.pt")) - {path}:  # OpenRLHF goes on from its latest
                 earlier.unlink()
         try:
@@ -253,13 +251,14 @@ class RolloutCache:
             control=np.concatenate([lesson.control for lesson in lessons]),
             rewards=np.concatenate([lesson.rewards for lesson in lessons]),
             groups=[lesson.group for lesson in lessons for _ in lesson.rewards],
+            ended=np.concatenate([lesson.ended for lesson in lessons]),
         )
         self._learn_s += time.perf_counter() - start
 
     def _load_pruner(self, pruner: Pruner, step: int) -> None:
         path = self._pruner_file(step)
         if path.is_file():
-            pruner.load_state_dict(torch.load(path, weights_only=True))
+            pruner.load(path)
         else:
             logger.warning("There is no %s: pruning begins with a warm-up of its own.", path)
 

@@ -100,6 +100,7 @@ class Gate:
             judgement.scores[rows],
             judgement.probabilities[rows],
             judgement.control[rows],
+            judgement.ended[rows],
             rewards[rows],
         )
 

@@ -302,6 +302,8 @@ def with_counts(answers: list[dict[str, Any] | None], samples: list[Sample]) -> 
     """
     survivors = [(answer, sample.counts) for answer, sample in zip(answers, samples, strict=True) if answer is not None]
     others = [sample.counts for answer, sample in zip(answers, samples, strict=True) if answer is None]
+    for counts in others:
+        counts.given_up_tokens = counts.completion_tokens
     if samples[0].group.gate is not None:
         others.append(RolloutCounts(judge_s=samples[0].group.gate.judge_s))
     for row, (answer, counts) in enumerate(survivors):

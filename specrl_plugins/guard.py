@@ -62,9 +62,9 @@ class VerificationGuard:
         """Take the counts of one batch into account, once it is stored."""
         if self._paused_for:
             self._paused_for -= 1
-        if not counts.completion_tokens:
+        if not counts.trained_tokens:
             return
-        cost = counts.seconds / counts.completion_tokens
+        cost = counts.seconds / counts.trained_tokens
         if not self._warm:
             # The first batch also pays for compilation and allocation: a reference only where there is no other, and
             # none at all where it already had drafts (a resumed run).

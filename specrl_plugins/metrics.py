@@ -31,7 +31,7 @@ class RolloutCounts:
     reuse_rows: int = 0
     """Rows that reused at least one token."""
     full_reuse_rows: int = 0
-    """Rows that needed no generation."""
+    """Rows that needed no generation, and were not given up."""
     log_ratio_sum: float = 0.0
     """Sum of log q - log p over reused tokens, nats."""
     age_sum: int = 0
@@ -68,6 +68,8 @@ class RolloutCounts:
     """Rows that online pruning looked at, at the detection length."""
     pruned_rows: int = 0
     """Of these, rows that it gave up before they had ended."""
+    given_up_tokens: int = 0
+    """Tokens of all rows that are not trained on, whether these had ended or not."""
     went_on_rows: int = 0
     """Of these, rows that went on beyond the detection length."""
     went_on_tokens: int = 0
@@ -94,7 +96,13 @@ class RolloutCounts:
     @property
     def seconds(self) -> float:
         """Seconds that the rollouts cost, net of what they spared the trainer."""
-        return self.lookup_s + self.verify_s + self.generate_s + self.store_s - self.spared_s
+        spent = self.lookup_s + self.verify_s + self.generate_s + self.store_s + self.judge_s + self.learn_s
+        return spent - self.spared_s
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens of the responses that are trained on."""
+        return self.completion_tokens - self.given_up_tokens
 
     def metrics(self) -> dict[str, float]:
         """Ratios and totals, by the names that every framework logs. What has no denominator is left out.

@@ -193,6 +193,7 @@ def _amounts(entry: dict[str, Any], steps: int) -> dict[str, float | None]:
     else:
         tokens = generated + reused
         rollout_s = sum(entry[f"spec/time/{stage}_s"] for stage in ("lookup", "verify", "generate", "store"))
+        rollout_s += sum(entry.get(f"prune/time/{stage}_s", 0.0) for stage in ("judge", "learn"))
     step_time = entry.get("step_time")  # TRL logs the mean of the steps, not their sum
     return {
         "reward": entry.get("reward"),

@@ -134,7 +134,7 @@ class Response:
         assert self.draft is not None
         counts.reused_tokens += self.prefix
         counts.reuse_rows += 1
-        counts.full_reuse_rows += self.reused_whole
+        counts.full_reuse_rows += self.reused_whole and self.finish_reason != "pruned"
         counts.log_ratio_sum += float((self.logprobs[: self.prefix] - self.draft.logprobs[: self.prefix]).sum())
         counts.age_sum += int(self.ages[: self.prefix].sum())
 

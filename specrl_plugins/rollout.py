@@ -165,6 +165,23 @@ class SpeculativeRollout(RolloutLedger):
             if self.pruning is not None:
                 with timed(counts, "learn_s"):
                     self.pruning.learn(rollout.judged, rollout.responses, rewards)
+        if not isinstance(self.cache, NoCache):
+            self._put(rollout, logprobs, rewards)
+        # Once all ranks are here, all have stored: no look-up for a later step can come too early.
+        self.observe(totals(self.ranks.gather(counts)))
+
+    def take_metrics(self) -> dict[str, float]:
+        """See [`RolloutLedger.take_metrics`]; with pruning, what its pruner says of itself comes with them."""
+        metrics = super().take_metrics()
+        if metrics and self.pruning is not None:
+            metrics |= self.pruning.pruner.metrics()
+        return metrics
+
+    def _put(
+        self, rollout: Rollout, logprobs: Sequence[NDArray | None] | None, rewards: Sequence[float] | None
+    ) -> None:
+        """Put a rollout into the caches of all nodes, see [`store`]."""
+        counts = rollout.counts
         with timed(counts, "store_s"):
             made = [
                 response.trajectory(
@@ -180,15 +197,6 @@ class SpeculativeRollout(RolloutLedger):
             counts.unstored_rows += self._keep(trajectories)
             if from_others := self._from_other_nodes(trajectories, counts):
                 self._keep(from_others)
-        # Once all ranks are here, all have stored: no look-up for a later step can come too early.
-        self.observe(totals(self.ranks.gather(counts)))
-
-    def take_metrics(self) -> dict[str, float]:
-        """See [`RolloutLedger.take_metrics`]; with pruning, what its pruner says of itself comes with them."""
-        metrics = super().take_metrics()
-        if metrics and self.pruning is not None:
-            metrics |= self.pruning.pruner.metrics()
-        return metrics
 
     def _keep(self, trajectories: list[Trajectory]) -> int:
         """Put trajectories into the cache of this node; returns how many it did not take."""
@@ -271,6 +279,7 @@ class SpeculativeRollout(RolloutLedger):
     def _count(rollout: Rollout) -> None:
         for response in rollout.responses + rollout.pruned:
             response.count(rollout.counts)
+        rollout.counts.given_up_tokens += sum(len(response.tokens) for response in rollout.pruned)
 
     @staticmethod
     def _count_rewards(responses: list[Response], rewards: Sequence[float], counts: RolloutCounts) -> None:

@@ -155,7 +155,8 @@ def make_ready(cache):
     scores = rng.random(200)
     hidden = rng.normal(size=(200, 64)).astype(np.float32)
     rewards = (scores > 0.5).astype(float)
-    ray.get(cache.teach.remote(Lesson(bytes(16), hidden, scores, np.ones(200), np.ones(200, bool), rewards)))
+    yes, no = np.ones(200, bool), np.zeros(200, bool)
+    ray.get(cache.teach.remote(Lesson(bytes(16), hidden, scores, np.ones(200), yes, no, rewards)))
     assert ray.get(cache.policy_is.remote(0))["prune/ready"] == 1
 
 
@@ -341,6 +342,7 @@ def test_the_pruner_learns_the_same_in_whatever_order_groups_come(run):
             rng.normal(size=(6, 64)).astype(np.float32),
             rng.random(6),
             np.full(6, 0.5),
+            np.zeros(6, bool),
             np.zeros(6, bool),
             rng.integers(0, 2, 6).astype(float),
         )

@@ -162,6 +162,73 @@ def test_long_prefixes_are_judged_before_a_token_is_generated(warm):
     assert all(response.finish_reason != "pruned" for response in done.pruned if response.draft.finish_reason == "stop")
 
 
+class Recorded(Pruner):
+    """Keeps what it was told."""
+
+    def judge(self, hidden, groups, finished, survivors, step):
+        judgement = super().judge(hidden, groups, finished, survivors, step)
+        self.judged = (np.array(groups), np.array(finished), judgement)
+        return judgement
+
+    def learn(self, *told):
+        self.told = told
+        super().learn(*told)
+
+
+def test_the_pruner_is_told_what_it_has_to_know(warm):
+    rollout, engine = warm
+    old = rollout.pruning.pruner
+    rollout.pruning.pruner = new = Recorded(VOCAB, SETTINGS, seed=0)
+    new.load_state_dict(old.state_dict())
+    done = visit(rollout, engine, step=5)
+    groups, finished, judgement = new.judged
+    slots = {(r.key, r.slot): r for r in done.responses + done.pruned}
+    rows = [slots[row] for row, _ in sorted(done.judged.rows.items(), key=lambda item: item[1])]
+    assert [row.key for row in rows] == groups.tolist()
+    shorter = [len(row.tokens) < LENGTH or (len(row.tokens) == LENGTH and row.finish_reason == "stop") for row in rows]
+    assert finished.tolist() == shorter and 0 < sum(shorter) < len(rows)
+    hidden, scores, chances, control, known, told_groups, ended = new.told
+    kept = [done.judged.rows[response.key, response.slot] for response in done.responses]
+    assert told_groups == [response.key for response in done.responses] and known.tolist() == rewards(done)
+    np.testing.assert_array_equal(hidden, done.judged.hidden[kept])
+    for told, of_all in (
+        (scores, judgement.scores),
+        (chances, judgement.probabilities),
+        (control, judgement.control),
+        (ended, finished),
+    ):
+        np.testing.assert_array_equal(told, of_all[kept])
+    assert 0 < chances.min() < chances.max() <= 1
+
+
+class OtherScorer(Telling):
+    """Scores a tenth of a nat below what it says of its own samples, as an engine beside a trainer may."""
+
+    def score(self, prompts, continuations):
+        return [scores - np.float32(0.1) for scores in super().score(prompts, continuations)]
+
+
+def test_what_was_given_up_is_stored_with_the_log_probs_of_the_scorer(warm):
+    rollout, _ = warm
+    engine = OtherScorer(TABLE, seed=3)
+    rollout.policy = ReusePolicy(rule="full")
+    for step in (5, 6):
+        done = visit(rollout, engine, step)
+        assert done.pruned
+        for response in done.pruned:
+            (expected,) = engine.score([response.prompt], [response.tokens])
+            np.testing.assert_allclose(response.logprobs, expected, atol=1e-6)
+
+
+def test_costs_are_of_what_is_trained_on(warm):
+    rollout, engine = warm
+    done = visit(rollout, engine, step=5)
+    counts = done.counts
+    assert counts.trained_tokens == sum(len(response.tokens) for response in done.responses)
+    assert counts.given_up_tokens == sum(len(response.tokens) for response in done.pruned) > 0
+    assert counts.seconds == pytest.approx(sum(v for name, v in vars(counts).items() if name.endswith("_s")))
+
+
 @pytest.mark.slow
 def test_two_legs_sample_what_one_leg_does():
     """10,000 rows each way: lengths, and tokens after the halt, by chi-square of homogeneity, deviate below 4."""

@@ -705,3 +705,43 @@ def test_pruner_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
 def test_checkpoint_of_another_model_is_refused():
     with pytest.raises(ValueError, match="hidden states of size 32, the model's have 16"):
         Pruner(16, PruningSettings(), 0).load_state_dict(pruner_of().state_dict())
+
+
+@pytest.mark.parametrize("changed", [dict(success_reward=0.9), dict(detection_length=64)])
+def test_what_was_taught_under_other_settings_is_refused(tmp_path, changed):
+    Pruner(HIDDEN, PruningSettings(), seed=0).save(tmp_path / "pruner.pt")
+    Pruner(HIDDEN, PruningSettings(oversample=3.0), seed=0).load(tmp_path / "pruner.pt")
+    with pytest.raises(ValueError, match=f"(?s){next(iter(changed))}.*Delete the file"):
+        Pruner(HIDDEN, PruningSettings(**changed), seed=0).load(tmp_path / "pruner.pt")
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: b"", lambda data: b"\x80\x04N."])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    path = tmp_path / "pruner.pt"
+    Pruner(HIDDEN, PruningSettings(), seed=0).save(path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"pruner\.pt"):
+        Pruner(HIDDEN, PruningSettings(), seed=0).load(path)
+
+
+def test_a_file_holds_no_more_than_the_buffer(tmp_path):
+    head = QualityHead(HIDDEN, buffer=100)
+    for _ in range(2):
+        head.learn(np.ones((900, HIDDEN), np.float32), np.ones(900), np.ones(900))
+    assert head.state_dict()["hidden"].untyped_storage().nbytes() == 100 * HIDDEN * 4
+
+
+def test_a_head_that_only_sees_who_has_ended_does_not_prune():
+    """Responses that have ended succeed, others fail: of the choice among those that have not it knows nothing."""
+    rng, pruner = np.random.default_rng(0), pruner_of()
+    for step in range(1, 31):
+        names = [prompt_key([step, group]) for group in range(16) for _ in range(8)]
+        ended = rng.random(128) < 0.3
+        hidden = rng.normal(size=(128, HIDDEN)).astype(np.float32)
+        hidden[:, 0] += 5 * ended
+        rewards = (rng.random(128) < np.where(ended, 0.9, 0.2)).astype(float)
+        judgement = pruner.judge(hidden, names, ended, dict.fromkeys(names, 8), step)
+        told = (judgement.scores, judgement.probabilities, judgement.control, rewards, names)
+        pruner.learn(hidden, *told, judgement.ended)
+    assert pruner.metrics()["prune/head_auc"] > 0.7
+    assert not pruner.ready

@@ -119,6 +119,8 @@ def test_a_checkpoint_without_a_pruner_begins_with_a_warm_up(tiny_model, tmp_pat
         (dict(spec_prune_detection_length=12), "spec_prune_detection_length=12"),
         (dict(spec_verifier="engine", use_vllm=True), "spec_prune=True"),
         (dict(repetition_penalty=1.1, use_spec_rollout=False), "spec_prune=False"),
+        (dict(spec_prune_oversample=1.05), "spec_prune_oversample=1.05"),
+        (dict(repetition_penalty=1.1), "set `use_spec_rollout=False` and `spec_prune=False`"),
     ],
 )
 def test_what_cannot_be_done_right_is_refused(tiny_model, tmp_path, changes, named):
@@ -130,6 +132,8 @@ def test_what_cannot_be_done_right_is_refused(tiny_model, tmp_path, changes, nam
     "changes",
     [
         dict(spec_prune_detection_length=0),
+        dict(spec_prune_detection_length=4.0),
+        dict(spec_prune_warmup_steps=float("nan")),
         dict(spec_prune_oversample=0.5),
         dict(spec_prune_target_share=1.5),
         dict(spec_prune_warmup_steps=-1),

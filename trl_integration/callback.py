@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -165,9 +164,9 @@ class SpecRolloutCallback(RunLog):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         core = self.trainer.spec_rollout
-        if core.pruning is not None and state.is_world_process_zero:
+        if core.pruning is not None:
             checkpoint = Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            torch.save(core.pruning.pruner.state_dict(), checkpoint / PRUNER_FILE)
+            together(core.ranks, lambda: self._save_pruner(checkpoint))
         # Once all ranks are here, the checkpoint is whole. If one is killed before, the cache is still as the one
         # before it needs it.
         core.ranks.gather(None)
@@ -175,6 +174,11 @@ class SpecRolloutCallback(RunLog):
             core.cache.checkpoint(state.global_step, forget=leads_node(core.ranks))
         except CacheWriteError as error:  # only room that is not freed
             logger.warning("%s", error)
+
+    def _save_pruner(self, checkpoint: Path) -> None:
+        core = self.trainer.spec_rollout
+        if core.ranks.index == 0:  # the one that decides
+            core.pruning.pruner.save(checkpoint / PRUNER_FILE)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -193,7 +197,7 @@ def load_pruner(pruner: Pruner, checkpoint: str | Path) -> None:
     """Let a pruner go on from what it had learned at a checkpoint; one that was made without a pruner leaves it new."""
     path = Path(checkpoint) / PRUNER_FILE
     if path.is_file():
-        pruner.load_state_dict(torch.load(path, weights_only=True))
+        pruner.load(path)
     else:
         logger.warning("%s has no %s: pruning begins with a warm-up of its own.", checkpoint, PRUNER_FILE)
 

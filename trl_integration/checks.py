@@ -48,9 +48,11 @@ def check_trainer(trainer: Any) -> None:
 
 def _refuse(args: Any, reasons: Iterator[str]) -> None:
     if lines := list(reasons):
-        flag = "use_spec_rollout" if args.use_spec_rollout else "spec_prune"
+        flags = [flag for flag in ("use_spec_rollout", "spec_prune") if getattr(args, flag)]
+        on, off = (" and ".join(f"`{flag}={value}`" for flag in flags) for value in (True, False))
+        verb = "does" if len(flags) == 1 else "do"
         raise UnsupportedSetting(
-            f"`{flag}=True` does not work with:\n  " + "\n  ".join(lines) + f"\nChange these, or set `{flag}=False`."
+            f"{on} {verb} not work with:\n  " + "\n  ".join(lines) + f"\nChange these, or set {off}."
         )
 
 
@@ -69,6 +71,11 @@ def _unsupported_settings(args: Any) -> Iterator[str]:
             f"`spec_prune_detection_length={args.spec_prune_detection_length}` with "
             f"`max_completion_length={args.max_completion_length}`: every completion would end before it is judged. "
             "Set it to where most are still going on."
+        )
+    if args.spec_prune and args.pruning_settings().starts(args.num_generations) == args.num_generations:
+        yield (
+            f"`spec_prune_oversample={args.spec_prune_oversample}` with `num_generations={args.num_generations}`: no "
+            "more would start than survive. Raise it."
         )
     if args.spec_prune and args.spec_verifier == "engine":
         yield "`spec_prune=True` with `spec_verifier='engine'`: completions are judged by the trainer's forward."
@@ -181,6 +188,11 @@ def warn_of_little_use(trainer: Any) -> None:
         logger.warning(
             "The model has dropout, so the same tokens score differently each time, and drafts are rejected for "
             "nothing. Set `disable_dropout=True`."
+        )
+    if trainer.args.spec_prune and trainer.use_vllm and getattr(trainer.args, "vllm_enable_sleep_mode", False):
+        logger.warning(
+            "`spec_prune=True` with `vllm_enable_sleep_mode=True`: the engine sleeps while responses are judged, so "
+            "that it gets its weights twice a rollout and survivors are read again from their start."
         )
     seen = epochs(trainer) if trainer.args.use_spec_rollout else None
     if seen is not None and math.ceil(seen) <= 1:

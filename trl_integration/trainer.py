@@ -79,9 +79,10 @@ class _TrainerEngine:
         heads = [(prompt_key(prompt), tokens.tobytes()) for prompt, tokens in zip(prompts, continuations, strict=True)]
         new = [row for row, head in enumerate(heads) if head not in self._observed]
         scored, states = self.trainer.spec_observe([prompts[row] for row in new], [continuations[row] for row in new])
-        self._observed |= {heads[row]: seen for row, *seen in zip(new, scored, states, strict=True)}
-        logprobs, hidden = zip(*(self._observed[head] for head in heads), strict=True)
-        return list(logprobs), np.stack(hidden)
+        for row, logprobs, state in zip(new, scored, states, strict=True):
+            self._observed[heads[row]] = logprobs, state
+        seen = [self._observed[head] for head in heads]
+        return [logprobs for logprobs, _ in seen], np.array([state for _, state in seen], np.float32)
 
 
 class SpecRolloutMixin:
@@ -162,7 +163,7 @@ class SpecRolloutMixin:
         if core is not None and core.pruning is not None and resume_from_checkpoint:
             last = resume_from_checkpoint is True
             checkpoint = get_last_checkpoint(self.args.output_dir) if last else resume_from_checkpoint
-            if checkpoint is not None:  # TRL says so where there is none
+            if checkpoint is not None and self.accelerator.is_main_process:  # whose pruner decides for all
                 load_pruner(core.pruning.pruner, checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -246,14 +247,18 @@ class SpecRolloutMixin:
         if self.args.spec_verifier == "engine":  # verify and continue while the engine is awake
             return vllm.run_instead(lambda engine: core.run(engine, prompts, cap, step), lambda: single_turn(prompts))
 
+        beside: list[float] = []  # seconds of TRL's own, call by call
+
         def generate_in_engine(contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
-            return vllm.run_instead(
+            vllm.framework_s = 0.0
+            continuations = vllm.run_instead(
                 lambda engine: engine.generate(contexts, budgets), lambda: single_turn(list(contexts))
             )
+            beside.append(vllm.framework_s)
+            return continuations
 
-        vllm.framework_s = 0.0
         rollout = core.run(_TrainerEngine(self, generate_in_engine), prompts, cap, step)
-        rollout.counts.generate_s -= vllm.framework_s  # pushing weights, waking up: a plain rollout has it too
+        rollout.counts.generate_s -= sum(beside[:1])  # pushing weights, waking up: a plain rollout has it once too
         return rollout
 
     def spec_score(
@@ -414,7 +419,8 @@ class SpecRolloutMixin:
         if self.spec_rollout is not None and self._rollout is not None:
             rollout, scored, rewards = self._rollout, self._scored, self._rewards
             self._rollout = self._scored = self._rewards = None
-            if scored is None and self.use_vllm and self.args.spec_verifier == "trainer":
+            stored_by_trainer = self.args.use_spec_rollout and self.args.spec_verifier == "trainer"
+            if scored is None and self.use_vllm and stored_by_trainer:
                 scored = self._score_generated(rollout)
             _count_masked(rollout, output)
             self.spec_rollout.store(rollout, None if self.args.spec_verifier == "engine" else scored, rewards)

@@ -116,7 +116,10 @@ class GroupPruning:
             if stays:
                 continue
             # Nobody will ask for its log-probs again: these are the scorer's, which those of an engine may not be.
-            response.logprobs = np.concatenate([line, response.logprobs[len(line) :]])
+            known = min(response.prefix, len(line))  # verified, so they are the scorer's already
+            response.logprobs = np.concatenate(
+                [response.logprobs[:known], line[known:], response.logprobs[len(line) :]]
+            )
             if response.finish_reason is None:
                 response.finish_reason = "pruned"
                 counts.pruned_rows += 1
@@ -145,6 +148,7 @@ class GroupPruning:
             judgement.control[rows],
             np.array([reward for _, _, reward in rewarded], float),
             [key for key, _, _ in rewarded],
+            judgement.ended[rows],
         )
 
     def _deal(self, staying: list[Response], keys: Sequence[bytes]) -> list[Response]:

@@ -120,7 +120,7 @@ class QualityHead:
     def _keep(self, hidden: torch.Tensor, labels: NDArray, weights: NDArray) -> None:
         def newest(old: torch.Tensor, new: Any) -> torch.Tensor:
             new = torch.as_tensor(new, dtype=torch.float32, device=self.device)
-            return torch.cat([old, new])[-self._capacity :]
+            return torch.cat([old, new])[-self._capacity :].clone()  # a view would keep, and save, all of it
 
         self._hidden = newest(self._hidden, hidden)
         self._labels = newest(self._labels, labels)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from specrl_plugins.acceptance import Stream
@@ -30,12 +32,15 @@ class Judgement:
             Chance that the row had to survive, before it was drawn whether its group is a control group.
         control (`NDArray[np.bool_]` of shape `(rows,)`):
             Whether the head had no say in the row's group: survivors were drawn blindly, or all survive.
+        ended (`NDArray[np.bool_]` of shape `(rows,)`):
+            Whether the response had ended before the detection length.
     """
 
     survives: NDArray[np.bool_]
     scores: NDArray[np.float64]
     probabilities: NDArray[np.float64]
     control: NDArray[np.bool_]
+    ended: NDArray[np.bool_]
 
 
 class Pruner:
@@ -53,8 +58,9 @@ class Pruner:
 
     Whether it may prune. The head is measured on rows that it has not learned from yet: scores as they were when the
     rows were judged, against what became of them, over the most recent rows. What pruning needs is an order within
-    groups; a head that tells easy prompts from hard ones and no more would draw lots within them. So AUC is measured
-    within groups, where these are given to `learn`. Pruning is on once `warmup_steps` steps were learned from and while
+    groups, among responses that have ended and among those that have not: a head that tells easy prompts from hard ones
+    and no more would draw lots within them, and so would one that sees no more than that a response has ended. So AUC
+    is measured among these, where `learn` is told. Pruning is on once `warmup_steps` steps were learned from and while
     this AUC is above 1/2 by two standard errors of a head that knows nothing.
 
     Several processes. A group is judged by one process, in one call. Processes that each judge some groups decide alike
@@ -119,6 +125,7 @@ class Pruner:
             raise ValueError(
                 f"{len(hidden)} hidden states, {len(groups)} groups, {len(finished)} flags: one each a row"
             )
+        ended = np.asarray(finished, np.bool_)
         scores = self.head.scores(hidden)
         chances = self.calibrator.probabilities(scores)
         judgement = Judgement(
@@ -126,8 +133,8 @@ class Pruner:
             scores=scores,
             probabilities=np.ones(len(scores)),
             control=np.ones(len(scores), np.bool_),
+            ended=ended,
         )
-        ended = np.asarray(finished, np.bool_)
         ready = self.ready
         rows_of: dict[bytes, list[int]] = {}
         for row, group in enumerate(groups):
@@ -161,6 +168,7 @@ class Pruner:
         control: NDArray,
         rewards: NDArray,
         groups: Sequence[bytes] | None = None,
+        ended: NDArray | None = None,
     ) -> None:
         """Learn from the rows of a step that were kept, once their rewards are known.
 
@@ -170,6 +178,8 @@ class Pruner:
             rewards (`NDArray` of shape `(rows,)`): NaN where unknown; such rows are left out.
             groups (`Sequence[bytes]` of length `rows`, *optional*): group of each row. Without them, all rows of the
                 step are compared with each other.
+            ended (`NDArray[np.bool_]` of shape `(rows,)`, *optional*): of the judgement. Without, rows of a group are
+                compared whether they had ended or not.
         """
         self._steps += 1
         known = np.flatnonzero(~np.isnan(rewards) & ~np.isnan(scores))
@@ -180,6 +190,8 @@ class Pruner:
             numbers = np.zeros(len(rewards), np.int64)
             if groups is not None:
                 numbers = np.unique(np.array(groups), return_inverse=True)[1]
+            if ended is not None:
+                numbers = 2 * numbers + ended
             self._record.add(
                 scores=scores[known],
                 chances=self.calibrator.probabilities(scores[known]),
@@ -199,7 +211,7 @@ class Pruner:
         | `prune/ready` | 1 if it may prune, else 0 |
         | `prune/head_accuracy` | share of rows that did what the calibrated chance made more likely |
         | `prune/head_auc` | chance that of a success and a failure the success has the higher score |
-        | `prune/head_auc_in_groups` | the same for two responses to one prompt; 0.5 is chance |
+        | `prune/head_auc_in_groups` | the same for two responses to one prompt that both had ended or both had not |
         | `prune/calibration_error` | mean distance of calibrated chance and success rate |
         | `prune/survivor_positive_rate` | successes / survivors in groups in which the head chose |
         | `prune/positive_rate_unpruned` | successes / rows in groups in which it did not |
@@ -215,6 +227,7 @@ class Pruner:
     def state_dict(self) -> dict[str, Any]:
         """Everything that decisions depend on, in tensors and plain numbers (`torch.load` with `weights_only=True`)."""
         return {
+            "taught": self._taught(),
             "steps": self._steps,
             "head": self.head.state_dict(),
             "calibrator": self.calibrator.state_dict(),
@@ -225,12 +238,39 @@ class Pruner:
         """Go on from a saved state.
 
         Raises:
-            ValueError: it is of a head for another size of hidden states.
+            ValueError: it is of a head for another size of hidden states, or was taught under other settings.
         """
+        for name, value in self._taught().items():
+            if state["taught"][name] != value:
+                raise ValueError(f"it was taught with {name} {state['taught'][name]}, which is {value} now")
         self.head.load_state_dict(state["head"])
         self.calibrator.load_state_dict(state["calibrator"])
         self._record.load_state_dict(state["record"])
         self._steps = state["steps"]
+
+    def save(self, path: Path) -> None:
+        """Write all of this to a file: whole, or not at all."""
+        part = path.with_name(f"{path.name}.part")
+        torch.save(self.state_dict(), part)
+        part.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from what [`save`] wrote.
+
+        Raises:
+            ValueError: the file is damaged, or see [`load_state_dict`]; the message names it.
+        """
+        try:
+            self.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        except Exception as error:  # whatever is wrong with it
+            raise ValueError(
+                f"What the pruner had learned cannot be taken from {path}: {error}\nDelete the file, and pruning "
+                "begins with a warm-up of its own."
+            ) from error
+
+    def _taught(self) -> dict[str, float]:
+        """Settings on which it depends what was learned."""
+        return {name: getattr(self.settings, name) for name in ("detection_length", "success_reward")}
 
     def _random(self, group: bytes, step: int) -> np.random.Generator:
         """Random numbers that depend on seed, step and group alone, keyed as in `specrl_plugins.acceptance`."""

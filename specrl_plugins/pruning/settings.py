@@ -36,7 +36,7 @@ class PruningSettings:
     control_share: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.detection_length < 1 or self.detection_length != int(self.detection_length):
+        if not _whole(self.detection_length) or self.detection_length < 1:
             raise ValueError(f"detection_length is a whole number of tokens, at least 1, not {self.detection_length}")
         if not 1.0 <= self.oversample < float("inf"):
             raise ValueError(
@@ -47,7 +47,7 @@ class PruningSettings:
             raise ValueError(
                 f"target_share is a share of successes, between 0 and 1 (neither), not {self.target_share}"
             )
-        if self.warmup_steps < 0 or self.warmup_steps != int(self.warmup_steps):
+        if not _whole(self.warmup_steps) or self.warmup_steps < 0:
             raise ValueError(f"warmup_steps is a whole number of steps, at least 0, not {self.warmup_steps}")
         if not abs(self.success_reward) < float("inf"):
             raise ValueError(f"success_reward is a reward, a finite number, not {self.success_reward}")
@@ -57,3 +57,7 @@ class PruningSettings:
     def starts(self, survivors: int) -> int:
         """Responses that start where `survivors` are to be trained on."""
         return max(survivors, round(survivors * self.oversample))
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -37,7 +37,8 @@ class TrackRecord:
             labels (`NDArray` of shape `(rows,)`): 1 for a success, 0 for a failure.
             weights (`NDArray` of shape `(rows,)`): how many responses each stands for, above 0.
             control (`NDArray[np.bool_]` of shape `(rows,)`): whether the head had no say in the row's group.
-            groups (`NDArray[np.int64]` of shape `(rows,)`): number of the row's group in this step, from 0.
+            groups (`NDArray[np.int64]` of shape `(rows,)`): number, from 0, of what the row is compared with in this
+                step.
         """
         new = {
             "scores": scores,
@@ -55,8 +56,9 @@ class TrackRecord:
     def surprise(self) -> float:
         """How far the AUC within groups is above 1/2, in standard errors of a head that knows nothing.
 
-        Every row counts once here: of rows with given scores chance decides which survive, so that under the hypothesis
-        that labels do not depend on scores, those of survivors do not either. Weights would make an honest estimate of
+        Every row counts once here: of rows with given scores that are alike in having ended, chance decides which
+        survive, so that under the hypothesis that labels do not depend on scores, those of survivors do not either.
+        Weights would make an honest estimate of
         the AUC over all rows, as in the metrics, and a test that sees less.
         """
         return self._surprise
