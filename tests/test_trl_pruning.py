@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("trl")
 
 from test_trl import StopAt
-from trl_pruning import LENGTH, CheckedPruning, check_counts, pruning_settings, reward_told_at_detection
+from trl_pruning import SETTINGS, CheckedPruning, check_counts, pruning_settings, reward_told_at_detection
 from trl_runs import build, history, settings
 
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig, SpecRLOOTrainer
@@ -63,17 +63,7 @@ def test_lora(tiny_model, tmp_path):
 
 
 def test_rloo(tiny_model, tmp_path):
-    args = settings(
-        tmp_path,
-        SpecRLOOConfig,
-        spec_prune=True,
-        spec_prune_detection_length=LENGTH,
-        spec_prune_warmup_steps=4,
-        per_device_train_batch_size=48,
-        num_generations=8,
-        num_train_epochs=8,
-        learning_rate=1e-4,
-    )
+    args = settings(tmp_path, SpecRLOOConfig, **SETTINGS)
     trainer = build(tiny_model, args, trainer=SpecRLOOTrainer, reward_funcs=reward_told_at_detection)
     trainer.train()
     assert trainer.spec_rollout.total.pruned_rows > 0
