@@ -89,12 +89,8 @@ def main(model: str, output: str, runs: str) -> None:
         run(model, Path(output) / name, **changes)
         # DeepSpeed's engine clears what is global in DeepSpeed when it is collected: not in the middle of the next run.
         gc.collect()
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():  # its threads would run on while the interpreter goes, which may abort it
         torch.distributed.destroy_process_group()
-    # Threads of the frameworks, some of them daemons in C++ code, may abort an interpreter that goes under them. All
-    # that was to be shown is written by now.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
