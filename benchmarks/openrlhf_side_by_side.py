@@ -31,6 +31,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import core
+
 ROOT = Path(__file__).parents[1]
 SPEC = ["--use_spec_rollout"]
 RUNS: dict[str, list[str]] = {
@@ -86,6 +88,7 @@ def main() -> None:
         "other: for a machine that is at hand for minutes. Their times then disturb each other, tokens and rewards "
         "do not.",
     )
+    parser.add_argument("--commit", help="what is measured, where the checkout has no history to ask")
     parser.add_argument("--run_s", type=float, default=600, help="seconds after which a run is stopped")
     options, flags = parser.parse_known_args()
     options.output = options.output.absolute()
@@ -96,6 +99,7 @@ def main() -> None:
     runs: dict[str, Any] = {}
     summary = {
         "command": " ".join(sys.argv),
+        "commit": options.commit or core.commit(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in ("openrlhf", "vllm", "ray", "torch")},
         "gpus": gpu_names(),

