@@ -9,11 +9,12 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 from collections import defaultdict
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from core import commit
 
 from specrl_plugins.report import RUN_LOG, align
 
@@ -261,10 +262,7 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    ).stdout.strip()
-    return {"device": device, "cores": os.cpu_count(), "versions": versions, "commit": commit}
+    return {"device": device, "cores": os.cpu_count(), "versions": versions, "commit": commit()}
 
 
 def _processor() -> str:
