@@ -14,7 +14,8 @@ by what it changes of the shipped defaults, joined by `+`:
     prune            online pruning               wide             twice the responses of a prompt
 
 `lenience-0.2+carry-2` changes both; `plain+prune` prunes without reuse. Pruning starts twice the responses that it
-trains on: it is to be compared with `plain+wide`, which trains on all of them. Each leaves
+trains on: it is to be compared with `plain+wide`, which trains on all of them. It judges after a quarter of the longest
+completion, and warms up for 20 steps, unless told otherwise. Each leaves
 `OUT/NAME/seed-N/specrl.jsonl`, with the seconds of all stages and the expected reward of the policy after each step,
 and `log.txt`; `OUT/summary.json` is rewritten whenever a run ends. The same command again skips what is finished and
 goes on with what was cut off, from its last checkpoint (every 8 steps); other runs and seeds may be added to OUT, by
@@ -62,17 +63,17 @@ COMMON = dict(
 # 1024 responses a step, two steps an epoch.
 ON_GPU = dict(
     per_device_train_batch_size=64, gradient_accumulation_steps=16, num_train_epochs=16, max_completion_length=512,
-    learning_rate=2e-5, use_vllm="true", vllm_mode="colocate",
+    learning_rate=2e-5, use_vllm="true", vllm_mode="colocate", spec_prune_detection_length=128,
 )  # fmt: skip
 # As `sums` was measured first, with short answers.
 SUMS = dict(
     per_device_train_batch_size=128, gradient_accumulation_steps=8, num_train_epochs=10, max_completion_length=128,
-    learning_rate=1e-5,
+    learning_rate=1e-5, spec_prune_detection_length=32,
 )  # fmt: skip
 # 64 responses a step, four steps an epoch.
 TINY = dict(
     per_device_train_batch_size=64, num_train_epochs=10, max_completion_length=112, learning_rate=2e-4, use_cpu="true",
-    bf16="false",
+    bf16="false", spec_prune_detection_length=28,
 )  # fmt: skip
 PROBLEM = dict(prompts=256, task="totals", warm_up_problems=4000)
 TINY_PROBLEM = dict(prompts=32, task="counting", terms=20, digits=2, warm_up_problems=1200)
@@ -285,6 +286,8 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
     flags = [str(part) for key, value in defaults.items() for part in (f"--{key}", value)]
     chosen = [str(part) for key, value in settings_of(name).items() for part in (f"--{key}", value)]
     (args,) = TrlParser(SpecGRPOConfig).parse_args_and_config([*flags, *settings, *chosen, "--seed", str(seed)])
+    if torch.cuda.is_available() and on_one_device > 1:
+        _take_unmeasured(args.vllm_gpu_memory_utilization)
     model = str(_directory(options, "warm-up")) if options.warm_up else options.model
     task = getattr(tasks, options.task)(options.prompts, **_problem(options))
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
@@ -321,6 +324,19 @@ def _prepare_vllm() -> None:
         import vllm_cpu
 
         vllm_cpu.repair()
+
+
+def _take_unmeasured(share: float) -> None:
+    """Have TRL's engine take this share of the device for its KV cache, and the rest of what it needs beside.
+
+    Else it takes what it measures to be left of its share, and counts, or fails over, what the other runs on the device
+    take and give back meanwhile.
+    """
+    import torch
+    import trl.generation.vllm_generation as generation
+
+    kv_cache = int(share * torch.cuda.mem_get_info()[1])
+    generation.LLM = functools.partial(generation.LLM, kv_cache_memory_bytes=kv_cache)
 
 
 if __name__ == "__main__":
