@@ -255,7 +255,10 @@ def machine() -> dict[str, object]:
 def commit() -> str:
     """The checked-out commit, marked where files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    asked = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    try:
+        asked = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except FileNotFoundError:  # no git here
+        return "unknown"
     return asked.stdout.strip() or "unknown"
 
 

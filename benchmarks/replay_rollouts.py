@@ -80,7 +80,7 @@ SHAPES = {
         | dict(intermediate_size=6144, vocab_size=151936, dtype="bfloat16"),
         dict(gpu_memory_utilization=0.6),
         scale=1,
-        scored_rows=32,
+        scored_rows=16,
     ),
     "tiny": Shape(
         QWEN3

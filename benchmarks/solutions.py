@@ -51,7 +51,9 @@ def losses(model: Any, ids: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of shape `(batch, tokens - 1)`, nats; 0 outside the solutions."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
         logits = model(ids).logits[:, :-1]  # padded on the right: nothing before the padding sees it
-    return cross_entropy(logits.float().transpose(1, 2), ids[:, 1:].where(lines[:, 1:] >= 0, -100), reduction="none")
+    wanted = ids[:, 1:].where(lines[:, 1:] >= 0, -100)
+    # As one row a token: with the vocabulary in the middle a GPU would copy the logits, which are gigabytes, once more.
+    return cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="none").view_as(wanted)
 
 
 @torch.no_grad()

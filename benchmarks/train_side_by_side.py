@@ -14,7 +14,8 @@ by what it changes of the shipped defaults, joined by `+`:
     prune            online pruning               wide             twice the responses of a prompt
 
 `lenience-0.2+carry-2` changes both; `plain+prune` prunes without reuse. Pruning starts twice the responses that it
-trains on: it is to be compared with `plain+wide`, which trains on all of them. Each leaves
+trains on: it is to be compared with `plain+wide`, which trains on all of them. It judges after a quarter of the longest
+completion, and warms up for 20 steps, unless told otherwise. Each leaves
 `OUT/NAME/seed-N/specrl.jsonl`, with the seconds of all stages and the expected reward of the policy after each step,
 and `log.txt`; `OUT/summary.json` is rewritten whenever a run ends. The same command again skips what is finished and
 goes on with what was cut off, from its last checkpoint (every 8 steps); other runs and seeds may be added to OUT, by
@@ -62,20 +63,19 @@ COMMON = dict(
 # 1024 responses a step, two steps an epoch.
 ON_GPU = dict(
     per_device_train_batch_size=64, gradient_accumulation_steps=16, num_train_epochs=16, max_completion_length=512,
-    learning_rate=2e-5, use_vllm="true", vllm_mode="colocate",
+    learning_rate=2e-5, use_vllm="true", vllm_mode="colocate", spec_prune_detection_length=128,
 )  # fmt: skip
 # The same batch in smaller parts, where runs share a GPU.
 SHARING = dict(per_device_train_batch_size=16, gradient_accumulation_steps=64)
-WEIGHTS = 2 << 30  # bytes of an engine that are not KV cache: weights, activations, CUDA graphs
 # As `sums` was measured first, with short answers.
 SUMS = dict(
     per_device_train_batch_size=128, gradient_accumulation_steps=8, num_train_epochs=10, max_completion_length=128,
-    learning_rate=1e-5,
+    learning_rate=1e-5, spec_prune_detection_length=32,
 )  # fmt: skip
 # 64 responses a step, four steps an epoch.
 TINY = dict(
     per_device_train_batch_size=64, num_train_epochs=10, max_completion_length=112, learning_rate=2e-4, use_cpu="true",
-    bf16="false",
+    bf16="false", spec_prune_detection_length=28,
 )  # fmt: skip
 PROBLEM = dict(prompts=256, task="totals", warm_up_problems=4000)
 TINY_PROBLEM = dict(prompts=32, task="counting", terms=20, digits=2, warm_up_problems=1200)
@@ -281,18 +281,17 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
 
     directory, on_one_device = _directory(options, f"{name}@{seed}"), int(os.environ["ON_ONE_DEVICE"])
     defaults = COMMON | (TINY if options.model == "tiny" else ON_GPU) | (SUMS if options.task == "sums" else {})
-    defaults |= {"output_dir": directory}
-    if torch.cuda.is_available() and on_one_device > 1:
-        defaults |= SHARING
+    shared = torch.cuda.is_available() and on_one_device > 1
+    defaults |= (SHARING if shared else {}) | {"output_dir": directory}
     if "num_generations" in settings_of(name):  # of as many prompts a step
         defaults["gradient_accumulation_steps"] = 2 * int(defaults.get("gradient_accumulation_steps", 1))
     if torch.cuda.is_available():  # the engines and the trainers of all runs on it have to fit
         defaults["vllm_gpu_memory_utilization"] = 0.3 / on_one_device
-        if on_one_device > 1:
-            _fix_kv_cache(int(0.3 / on_one_device * torch.cuda.mem_get_info()[1]) - WEIGHTS)
     flags = [str(part) for key, value in defaults.items() for part in (f"--{key}", value)]
     chosen = [str(part) for key, value in settings_of(name).items() for part in (f"--{key}", value)]
     (args,) = TrlParser(SpecGRPOConfig).parse_args_and_config([*flags, *settings, *chosen, "--seed", str(seed)])
+    if shared:
+        _take_unmeasured(args.vllm_gpu_memory_utilization)
     model = str(_directory(options, "warm-up")) if options.warm_up else options.model
     task = getattr(tasks, options.task)(options.prompts, **_problem(options))
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
@@ -331,15 +330,17 @@ def _prepare_vllm() -> None:
         vllm_cpu.repair()
 
 
-def _fix_kv_cache(size: int) -> None:
-    """Give vLLM's KV cache so many bytes.
+def _take_unmeasured(share: float) -> None:
+    """Have TRL's engine take this share of the device for its KV cache, and the rest of what it needs beside.
 
-    vLLM would see what fits, by what the whole GPU loses while it starts: with other runs on it, their memory too. TRL
-    (1.16) passes no such setting on.
+    Else it takes what it measures to be left of its share, and counts, or fails over, what the other runs on the device
+    take and give back meanwhile.
     """
+    import torch
     import trl.generation.vllm_generation as generation
 
-    generation.LLM = functools.partial(generation.LLM, kv_cache_memory_bytes=size)
+    kv_cache = int(share * torch.cuda.mem_get_info()[1])
+    generation.LLM = functools.partial(generation.LLM, kv_cache_memory_bytes=kv_cache)
 
 
 if __name__ == "__main__":

@@ -37,14 +37,16 @@ def filed_fast() -> Iterator[None]:
 
     def file_sampled(self: LogprobsProcessor, lists: LogprobsLists) -> None:
         filed = self.logprobs
-        ids, logprobs, ranks, *_ = lists  # as above; of one token unless vLLM decodes speculatively
+        # As above, of one token unless vLLM decodes speculatively. There are more columns where another request in the
+        # batch asks for more than its own tokens.
+        ids, logprobs, ranks, *_ = lists
         plain = self.num_logprobs == 0 and self.tokenizer is None and len(ids) == 1
         if not plain or not isinstance(filed, FlatLogprobs):
             return sampled(self, lists)
-        start, logprob = len(filed.token_ids), logprobs.item()
+        start, logprob = len(filed.token_ids), logprobs[0, 0].item()
         assert self.cumulative_logprob is not None
         self.cumulative_logprob += logprob
-        filed.token_ids.append(ids.item())
+        filed.token_ids.append(ids[0, 0].item())
         filed.logprobs.append(logprob)
         filed.ranks.append(ranks.item())
         filed.decoded_tokens.append(None)
