@@ -181,13 +181,15 @@ def test_a_whole_epoch_without_anything_to_generate(data_parallel):
     assert values(first, "spec/generated_tokens")[EPOCH:] == [0] * EPOCH
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "zero2"])  # DeepSpeed cannot gather stage 3 on a CPU
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "zero2"])  # DeepSpeed cannot gather stage 3 on a CPU
 def test_sharded_models(tiny_model, tmp_path, name):
     kind = "deepspeed" if name == "zero2" else "fsdp"
     if kind == "deepspeed":
         pytest.importorskip("deepspeed")
     unaligned = dict(steps_per_generation=2, gradient_accumulation_steps=3, per_device_train_batch_size=3)
     aligned = ROWS | SHARDED[name] | dict(num_train_epochs=2, use_cpu=False)
+    if name == "fsdp1":
+        aligned["fsdp_config"] = aligned["fsdp_config"] | FSDP1_ON_CPU
     on_cpu = dict(SHARDS=kind, ACCELERATE_USE_CPU="false")
     runs = {"aligned": aligned, "cut": aligned | dict(top_p=0.9), "unaligned": aligned | unaligned}
     runs = train(tiny_model, tmp_path, runs, **on_cpu)
@@ -226,6 +228,15 @@ def test_colocated_engines_of_sharded_models(tiny_model, tmp_path, name):
     run = ROWS | SHARDED[name] | ENGINE | dict(num_train_epochs=2, use_cpu=False)
     on_cpu = dict(SHARDS=kind, ACCELERATE_USE_CPU="false")
     check(train(tiny_model, tmp_path, {"engines": run}, **on_cpu)["engines"], epochs=2, distributed=kind.upper())
+
+
+@pytest.mark.vllm
+def test_fsdp_1_with_an_engine_is_refused(tiny_model, tmp_path):
+    pytest.importorskip("vllm")
+    run = ROWS | SHARDED["fsdp1"] | ENGINE | dict(use_cpu=False)
+    run["fsdp_config"] = run["fsdp_config"] | FSDP1_ON_CPU
+    codes, printed = launch(tiny_model, tmp_path, {"fsdp1": run}, SHARDS="fsdp", ACCELERATE_USE_CPU="false")
+    assert codes[0] and "UnsupportedSetting" in printed and "FSDP 1" in printed
 
 
 def test_each_node_has_a_whole_cache(tiny_model, tmp_path):
