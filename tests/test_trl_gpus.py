@@ -5,8 +5,8 @@
 Launches of a few runs each share the GPUs, of which they need little, `AT_ONCE` of them at a time (8 if not given). A
 line is added to `RESULTS` as a run ends. A run that fails is left out and those after it go on.
 
-On a CPU, with `REHEARSE=1`, the same runs go one after the other, but for those that a CPU cannot do: ZeRO-3, which
-DeepSpeed cannot gather there, and NCCL, instead of which weights reach the server by a file.
+On a CPU, with `REHEARSE=1`, the same launches go one after the other, with [`sharding_cpu`] and gloo in place of NCCL,
+and weights reach the server by a file.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ LAUNCHES = {
     "data-parallel": {**GENERATE, **COLOCATED},
     **{name: {n: SHARDED[name] | run for n, run in GENERATE.items()} for name in ("zero3", "fsdp1", "fsdp2", "zero2")},
 }
-ON_CPU = {name: {n: dict(run) for n, run in runs.items()} for name, runs in LAUNCHES.items() if "zero3" not in name}
+ON_CPU = {name: {n: dict(run) for n, run in runs.items()} for name, runs in LAUNCHES.items()}
 for run in ON_CPU["fsdp1"].values():
     run["fsdp_config"] = run["fsdp_config"] | FSDP1_ON_CPU
 RUNS = [(name, run) for name, runs in (LAUNCHES if ON_GPUS else ON_CPU).items() for run in runs]

@@ -138,9 +138,6 @@ def _unsupported_parts(trainer: Any) -> Iterator[str]:
             "a model of GPT-2's kind, which numbers positions from the padding: past completions would be scored at "
             "other positions than they were sampled at. Use a model with rotary positions."
         )
-    deepspeed = trainer.accelerator.state.deepspeed_plugin
-    if deepspeed is not None and deepspeed.zero_stage == 3:
-        yield "DeepSpeed ZeRO-3: not shown to work yet. Use ZeRO-2 or FSDP 2."
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.use_vllm and fsdp is not None and fsdp.fsdp_version == 1:
         yield (
