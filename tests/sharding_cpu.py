@@ -22,5 +22,15 @@ def allow(kind: str) -> None:
     def set_device(self):
         self.device = torch.device("cpu")
 
+    def gather_and_wait(*args, **kwargs):
+        work = gather(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    if kind == "deepspeed":
+        # Of several gathers DeepSpeed waits for the last one: a GPU does them in turn, gloo does not.
+        gather = torch.distributed.all_gather_into_tensor
+        torch.distributed.all_gather_into_tensor = gather_and_wait
     PartialState._prepare_backend = prepare_backend
     PartialState.set_device = set_device

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 import truncation
 from accelerate.utils import gather_object
 from datasets import Dataset
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
+from trl.distributed import DistributedBackend
 
 from specrl_plugins import prompt_key
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOTrainer
@@ -67,21 +72,40 @@ def history(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if entry.get(name) is not None]
 
 
+@contextmanager
+def whole_weights(trainer) -> Iterator[dict[str, torch.Tensor]]:
+    """Every rank has the policy's weights whole while open, by name, whatever they are sharded by."""
+    backend = DistributedBackend(trainer.accelerator)
+    with (
+        backend.gather_params(list(trainer.model.parameters())),
+        backend.summon_full_params(trainer.model, writeback=False),
+    ):
+        yield {
+            name: weight.full_tensor() if isinstance(weight, DTensor) else weight
+            for name, weight in trainer.model.named_parameters()
+        }
+
+
 class Checked:
     """Mixed into a trainer: recomputes every rollout with a plain forward and compares all that was made of it.
 
     Log-probs that are stored or said to be sampled are of the distribution that is sampled; the old log-probs of the
     loss are TRL's, of the whole distribution. Tolerance of a log-prob: 1e-4 nats (fp32; batches are padded
-    differently).
+    differently). The largest difference that was met is kept by what was compared.
     """
 
     tolerance = 1e-4
 
     def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
+        on_device = super()._generate_and_score_completions(inputs)
         if not self.model.training:
-            return output
+            return on_device
         self.checked_rows, self.went_on_rows = getattr(self, "checked_rows", 0), getattr(self, "went_on_rows", 0)
+        if not hasattr(self, "differences"):
+            self.differences: dict[str, float] = {}
+        # On the CPU, where it is compared.
+        output = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in on_device.items()}
+        model = self._plain_model()
         eos = set(self.eos_token_ids)
         prompts = [
             ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"], strict=True)
@@ -111,25 +135,39 @@ class Checked:
             full = {min(self.max_completion_length, room) for room in rooms}
             assert stored.finish_reason == "stop" or len(ids) in full
             with torch.no_grad():
-                logits = self.model(torch.tensor([prompt + whole])).logits[0, len(prompt) - 1 : -1].numpy()
+                logits = model(torch.tensor([prompt + whole])).logits[0, len(prompt) - 1 : -1].numpy()
             tempered, at = dict(temperature=self.temperature), (np.arange(len(whole)), whole)
             cut = tempered | dict(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
             sampler = "vllm" if self.args.use_vllm else "transformers"
             sampled = truncation.log_probs(logits, sampler, **cut)[at]
             plain = truncation.log_probs(logits, **tempered)[at]
-            np.testing.assert_allclose(stored.logprobs, sampled[: len(ids)], atol=self.tolerance)
+            self._compare("stored", stored.logprobs, sampled[: len(ids)])
             written = output.get("tool_mask", output["completion_mask"])[row, :kept].bool().numpy()  # not by a tool
             for name, expected, known in (
                 ("old_per_token_logps", plain, np.ones(kept, bool)),
                 ("sampling_per_token_logps", sampled, written),
             ):
                 if name in output:
-                    np.testing.assert_allclose(
-                        output[name][row, :kept].numpy()[known], expected[:kept][known], atol=self.tolerance
-                    )
+                    self._compare(name, output[name][row, :kept].numpy()[known], expected[:kept][known])
             self.checked_rows += 1
             self.went_on_rows += bool(len(whole) > len(ids) and stored.ages.all())  # after a turn that was reused whole
-        return output
+        return on_device
+
+    def _compare(self, name, found, expected):
+        np.testing.assert_allclose(found, expected, atol=self.tolerance, err_msg=name)
+        self.differences[name] = max(self.differences.get(name, 0.0), np.abs(found - expected).max(initial=0.0).item())
+
+    def _plain_model(self):
+        """What recomputes: the policy or, where it is sharded or on a GPU, a copy of it in one piece on the CPU."""
+        backend = DistributedBackend(self.accelerator)
+        if self.accelerator.device.type == "cpu" and not (backend.is_fsdp or backend.is_zero3):
+            return self.model
+        policy = self.accelerator.unwrap_model(self.model)
+        with torch.random.fork_rng(devices=[]):
+            plain = type(policy)(policy.config).eval()
+        with whole_weights(self) as weights:
+            plain.load_state_dict({name: weight.detach().cpu() for name, weight in weights.items()})
+        return plain
 
 
 class CheckedGRPOTrainer(Checked, SpecGRPOTrainer):

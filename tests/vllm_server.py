@@ -16,24 +16,28 @@ import requests
 from safetensors.torch import save_file
 from trl.generation.vllm_client import VLLMClient
 
+# As TRL's documentation says.
+WEIGHT_TRANSFER = ("--weight-transfer-config", '{"backend": "nccl"}')
+
 
 @contextmanager
-def serve(model: str, log: Path, *options: str) -> Iterator[str]:
+def serve(model: str, log: Path, *options: str, **environment: str) -> Iterator[str]:
     """A server of a model, in fp32; gives its address.
 
     `vllm serve` runs the module that is started here. The command itself asks for the metadata of a distribution named
-    `vllm`, which a CPU build does not have. Weight transfer is left out: its backends need a GPU.
+    `vllm`, which a CPU build does not have. Weight transfer needs a GPU, and [`WEIGHT_TRANSFER`] among the options.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | dict(
+    variables = os.environ | dict(
         VLLM_SERVER_DEV_MODE="1",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         OMP_NUM_THREADS="1",
     )
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # a server's engine is always a process of its own
+    variables |= environment
+    variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # a server's engine is always a process of its own
     address = f"http://127.0.0.1:{port}"
     with log.open("w") as output:
         server = subprocess.Popen(
@@ -42,7 +46,7 @@ def serve(model: str, log: Path, *options: str) -> Iterator[str]:
                 *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
                 *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", *options),
             ],
-            env=environment,
+            env=variables,
             stdout=output,
             stderr=subprocess.STDOUT,
         )

@@ -138,11 +138,12 @@ def _unsupported_parts(trainer: Any) -> Iterator[str]:
             "a model of GPT-2's kind, which numbers positions from the padding: past completions would be scored at "
             "other positions than they were sampled at. Use a model with rotary positions."
         )
-    state = trainer.accelerator.state
-    if state.deepspeed_plugin is not None and state.deepspeed_plugin.zero_stage == 3:
-        yield "DeepSpeed ZeRO-3: not shown to work yet. Use ZeRO-2 or FSDP 2."
-    if getattr(getattr(state, "fsdp_plugin", None), "fsdp_version", None) == 1:
-        yield "FSDP 1: not shown to work yet. Use FSDP 2 (`fsdp_version: 2`)."
+    fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if trainer.use_vllm and fsdp is not None and fsdp.fsdp_version == 1:
+        yield (
+            "`use_vllm=True` with FSDP 1: TRL sends vLLM the weights of wrapped layers alone, so that it samples with "
+            "old embeddings and an old head. Use FSDP 2 (`fsdp_version: 2`)."
+        )
     if not trainer.use_vllm:  # `generate` fills what TRL leaves open from the model's own config, then from defaults
         for name, value in trainer.model.generation_config.to_diff_dict().items():
             if value and name not in _NOT_SHAPING and not name.startswith(("_", "output_")):

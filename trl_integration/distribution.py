@@ -15,7 +15,7 @@ import inspect
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import extract_model_from_parallel, is_peft_model
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -77,7 +77,8 @@ class SampledDistribution:
             the support leaves out.
         """
         # One position more: the logits of a token stand before it. A model without this argument returns them all.
-        inner = model.get_base_model() if is_peft_model(model) else model
+        inner: Any = extract_model_from_parallel(model)  # FSDP 1 wraps it
+        inner = inner.get_base_model() if is_peft_model(inner) else inner
         takes_it = "logits_to_keep" in inspect.signature(type(inner).forward).parameters
         few = {"logits_to_keep": logits_to_keep + 1} if takes_it else {}
         output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **few)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer, RLOOTrainer
@@ -340,6 +341,10 @@ class SpecRolloutMixin:
                     if rows:
                         take(rows, states[-1][: len(rows), -ids[1].size(1) :])
                     states.clear()
+        for module in self.model.modules():
+            # Without a backward FSDP 2 leaves the last weights gathered, where TRL expects shards to send to vLLM.
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return scored
 
     def _get_per_token_logps_and_entropies(
