@@ -37,6 +37,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -188,7 +189,7 @@ def _run_all(options: argparse.Namespace, jobs: list[str], at_once: int, summari
                 if _checkpoint(folder) is None:
                     shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
                     folder.mkdir(parents=True)
-                environment = os.environ | {"MASTER_PORT": str(29500 + slot), "ON_ONE_DEVICE": str(on_one_device)}
+                environment = os.environ | {"MASTER_PORT": str(_free_port()), "ON_ONE_DEVICE": str(on_one_device)}
                 if devices:
                     environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
                 with (folder / "log.txt").open("a") as log:
@@ -218,6 +219,12 @@ def _devices() -> list[str]:
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return visible.split(",")
     return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def _directory(options: argparse.Namespace, job: str) -> Path:

@@ -22,6 +22,7 @@ import torch
 from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer, RLOOTrainer
@@ -341,10 +342,7 @@ class SpecRolloutMixin:
                     if rows:
                         take(rows, states[-1][: len(rows), -ids[1].size(1) :])
                     states.clear()
-        for module in self.model.modules():
-            # Without a backward FSDP 2 leaves the last weights gathered, where TRL expects shards to send to vLLM.
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        _shard_again(self.model)
         return scored
 
     def _get_per_token_logps_and_entropies(
@@ -461,6 +459,18 @@ def _count_masked(rollout: Rollout, output: dict[str, Any]) -> None:
         in_loss = mask.any(1)  # `mask_truncated_completions` has left out others before
         rollout.counts.corrected_rows += int(in_loss.sum())
         rollout.counts.masked_rows += int((((ratio == 0) | ~mask).all(1) & in_loss).sum())
+
+
+def _shard_again(model: Any) -> None:
+    """Shard the weights that FSDP 2 keeps whole for a backward: TRL expects shards when it sends them to vLLM."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            if not all(isinstance(weight, DTensor) for weight in module.parameters(recurse=False)):
+                # It waits for a forward of all its modules (torch 2.11), and TRL computes the head without one.
+                module.set_reshard_after_forward(True, recurse=False)
+                module.reshard()
+                module.set_reshard_after_forward(False, recurse=False)
 
 
 def _pad(rows: Sequence[Any], value: int, side: str, device: torch.device) -> torch.Tensor:
