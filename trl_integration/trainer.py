@@ -22,7 +22,6 @@ import torch
 from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer, RLOOTrainer
@@ -463,14 +462,14 @@ def _count_masked(rollout: Rollout, output: dict[str, Any]) -> None:
 
 def _shard_again(model: Any) -> None:
     """Shard the weights that FSDP 2 keeps whole for a backward: TRL expects shards when it sends them to vLLM."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-            if not all(isinstance(weight, DTensor) for weight in module.parameters(recurse=False)):
-                # It waits for a forward of all its modules (torch 2.11), and TRL computes the head without one.
-                module.set_reshard_after_forward(True, recurse=False)
-                module.reshard()
-                module.set_reshard_after_forward(False, recurse=False)
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    head = model.get_output_embeddings()
+    if head in sharded and torch.__version__ < "2.13":
+        # Modules that are sharded together wait until all have run, and TRL computes the head without running it.
+        with torch.no_grad():
+            head(torch.zeros(1, head.in_features, device=head.weight.device, dtype=head.weight.dtype))
+    for module in sharded:
+        module.reshard()
 
 
 def _pad(rows: Sequence[Any], value: int, side: str, device: torch.device) -> torch.Tensor:
