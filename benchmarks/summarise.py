@@ -1,7 +1,9 @@
 """The newest figures: copied from the result files into `results/summary.json`, and from there into `docs/results.md`.
 
-    python benchmarks/summarise.py           # writes benchmarks/results/summary.json
+    python benchmarks/summarise.py           # writes benchmarks/results/summary.json, and pruning.json beside it
     python benchmarks/summarise.py --docs    # and the tables and charts of docs/results.md
+
+Runs of `train_side_by_side.py` are looked for in `results/train-h200`, those with pruning in `results/pruning-h200`.
 
 Each figure has a list of places where it may be found; the first one that exists is taken, and said. A figure that
 nothing has measured is left out. In `docs/results.md` only what is between `<!-- table: NAME -->` and `<!-- end -->` is
@@ -62,6 +64,14 @@ def _trl(plain: Path_, reuse: Path_) -> Place:
     return Place("trl-h200", ("runs", *plain), ("runs", *reuse))
 
 
+def _training(value: Path_, over: Path_ | None = None, directory: str = "train-h200") -> Place:
+    return Place(directory, ("settings", *value), ("settings", *over) if over else None)
+
+
+def _pruning(slow: str, fast: str) -> Place:
+    return _training((slow, "step", "step_s"), (fast, "step", "step_s"), "pruning-h200")
+
+
 def _openrlhf(stage: str) -> Place:
     after = ("medians_after_first_epoch", f"timing/{stage}")
     return Place("openrlhf-h200", ("runs", "plain", *after), ("runs", "reuse", *after))
@@ -114,13 +124,37 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
     ),
     "step_speedup": (
         "whole training step from the second epoch on, plain / reuse",
-        None,
-        [_trl(("plain", "warm", "step_s"), ("reuse", "warm", "step_s"))],
+        ">= 1.5",
+        [
+            _training(("reuse", "against_plain", "step_s")),
+            _trl(("plain", "warm", "step_s"), ("reuse", "warm", "step_s")),
+        ],
     ),
     "time_to_reward": (
-        "seconds of training until a reward is reached, plain / reuse",
+        "seconds of training until 90% of plain's final reward, plain / reuse",
+        ">= 1.43",
+        [_training(("reuse", "against_plain", "seconds_to_0.9"))],
+    ),
+    "final_reward": (
+        "expected reward after the last steps, reuse / plain",
+        "within plain's spread",
+        [_training(("reuse", "final", "mean"), ("plain", "final", "mean"))],
+    ),
+    "prune_step_speedup": (
+        "whole training step: all of 16 responses a prompt trained on / pruned to 8",
+        ">= 1.7",
+        [_pruning("plain+wide", "plain+prune")],
+    ),
+    "reuse_step_speedup": ("whole training step, in the same runs: plain / reuse", None, [_pruning("plain", "reuse")]),
+    "both_step_speedup": (
+        "all of 16 responses a prompt trained on / pruned to 8, with reuse",
+        "the product",
+        [_pruning("plain+wide", "prune")],
+    ),
+    "head_auc": (
+        "chance that of a success and a failure the quality head scores the success higher",
         None,
-        [Place("*", ("time_to_reward",))],
+        [_training(("plain+prune", "drift", "head_auc"), directory="pruning-h200")],
     ),
     "core_seconds_per_million_tokens": (
         "CPU seconds of looking up, accepting, assembling and storing a million tokens, one core, 10,000 held",
@@ -200,6 +234,24 @@ def summarise(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
                 found["value"] = float(f"{found['value']:.4g}")
             summary[name] = {"what": what, **({"goal": goal} if goal else {}), **found}
     return summary
+
+
+def pruning(results: Path = RESULTS) -> dict[str, Any] | None:
+    """What the runs with pruning showed, by their names; `None` where there are none."""
+    path = results / "pruning-h200" / "summary.json"
+    if not path.exists():
+        return None
+    settings = json.loads(path.read_text())["settings"]
+    figures = summarise(results)
+    names = ("prune_step_speedup", "reuse_step_speedup", "both_step_speedup", "head_auc")
+    return {
+        **{name: figures[name]["value"] for name in names if name in figures},
+        **_origin(json.loads(path.read_text()), ("settings",)),
+        "rewards": {name: setting["curves"] for name, setting in settings.items()},
+        "tokens": {n: {k: s["step"].get(k) for k in ("tokens", "generated")} for n, s in settings.items()},
+        "seconds": {n: {k: v for k, v in s["step"].items() if k.endswith("_s")} for n, s in settings.items()},
+        "pruning": {n: s["drift"] for n, s in settings.items() if "head_auc" in s["drift"]},
+    }
 
 
 # SPEC-RL (arXiv 2509.23232), table 13: seconds a step on 8 H100, from the second epoch on the same prompts.
@@ -379,6 +431,8 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="also write the tables and charts of docs/results.md")
     options = parser.parse_args()
     (RESULTS / "summary.json").write_text(json.dumps(summarise(), indent=1) + "\n")
+    if (found := pruning()) is not None:
+        (RESULTS / "pruning.json").write_text(json.dumps(found, indent=1) + "\n")
     if options.docs:
         page = DOCS / "results.md"
         page.write_text(filled(page.read_text(), tables()))

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import replay_rollouts  # noqa: E402
+import run_summary  # noqa: E402
 import summarise  # noqa: E402
 
 HEADER = {
@@ -93,6 +94,43 @@ def test_the_charts_are_drawn(replayed, tmp_path):
     pytest.importorskip("matplotlib")
     summarise.draw(replayed, tmp_path)
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("results.png", "replay.png"))
+
+
+def trained(output, runs, steps=10):
+    """A folder of finished training runs, by name: seconds of a step, reward gained by a step, more to log."""
+    for name, (step_s, gain, more) in runs.items():
+        run = output / name / "seed-0"
+        run.mkdir(parents=True)
+        lines = [
+            {
+                **{"step": step, "epoch": step / 2, "reward": 0.1, "policy/expected_reward": gain * step},
+                **{"stage/step_s": step_s, "stage/rollout_s": step_s / 2, "rollout/completion_tokens": 1000},
+                **more,
+            }
+            for step in range(1, steps + 1)
+        ]
+        (run / "specrl.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (run / "finished.json").write_text('{"runs_on_one_device": 1}')
+    run_summary.write_summary(output, "python benchmarks/train_side_by_side.py --output OUT", "abc")
+
+
+def test_training_runs_are_summed_up(tmp_path):
+    reused = {"spec/generated_tokens": 400, "spec/reused_token_fraction": 0.6}
+    judged = {"prune/head_auc": 0.75}
+    trained(tmp_path / "train-h200", {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, reused)})
+    assert summarise.pruning(tmp_path) is None
+    runs = {"plain": (6.0, 0.05, {}), "plain+wide": (12.0, 0.05, {}), "reuse": (4.0, 0.05, reused)}
+    trained(tmp_path / "pruning-h200", runs | {"plain+prune": (8.0, 0.05, judged), "prune": (5.0, 0.05, judged)})
+    found = summarise.summarise(tmp_path)
+    expected = {
+        **{"step_speedup": 1.5, "time_to_reward": 1.5, "final_reward": 1.0},
+        **{"prune_step_speedup": 1.5, "reuse_step_speedup": 1.5, "both_step_speedup": 2.4, "head_auc": 0.75},
+    }
+    assert {name: entry["value"] for name, entry in found.items()} == pytest.approx(expected)
+    pruning = summarise.pruning(tmp_path)
+    assert pruning["both_step_speedup"] == 2.4 and pruning["seconds"]["plain+prune"]["step_s"] == 8.0
+    assert pruning["tokens"]["reuse"] == {"tokens": 1000, "generated": 400}
+    assert pruning["rewards"]["plain"]["seed-0"]["policy"][-1] == 0.5 and pruning["commit"] == "abc"
 
 
 def test_a_replay_that_was_cut_off_goes_on_with_what_is_missing(tmp_path):
