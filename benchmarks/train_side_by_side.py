@@ -21,11 +21,11 @@ and `log.txt`; `OUT/summary.json` is rewritten whenever a run ends. The same com
 goes on with what was cut off, from its last checkpoint (every 8 steps); other runs and seeds may be added to OUT, by
 one command at a time.
 
-With `--at_once N` runs go side by side: one on each GPU first, and then several on a GPU, which gains little: a run then
+With `--at_once N` runs go side by side: one on each GPU first, and then several on a GPU, which gains little: each
 takes nearly as much longer, and its seconds are not to be compared with those of a run that has its GPU to itself.
-Whatever else is on the command line is passed to the config of every run, for instance `--learning_rate 1e-5`. `--model
-tiny` makes a small model and trains it on the CPU, by transformers' `generate`. The guard, which may pause reuse, is off
-unless it is asked for: it looks at the clock.
+Whatever else is on the command line is passed to the config of every run, for instance `--learning_rate 1e-5`.
+`--model tiny` makes a small model and trains it on the CPU, by transformers' `generate`. The guard, which may pause
+reuse, is off unless it is asked for: it looks at the clock.
 """
 
 from __future__ import annotations
