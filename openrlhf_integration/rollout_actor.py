@@ -29,6 +29,7 @@ from openrlhf_integration.seams import plain
 from specrl_plugins import Response, RolloutCounts, prompt_key
 from specrl_plugins.request import roll_out
 from specrl_plugins.trajectory import Trajectory
+from specrl_plugins.vllm.engine import may_read_cache
 from specrl_plugins.vllm.hidden_states import TOP, AsyncHiddenStates
 from specrl_plugins.vllm.request import VLLMRequest, changed_settings
 
@@ -87,6 +88,7 @@ class SpecRolloutActor(plain(RolloutRayActor)):
         if self._rules.pruning is not None:
             kwargs["max_logprobs"] = max(kwargs.get("max_logprobs", TOP), TOP)
         await super().__init__(*args, **kwargs)
+        self._reads_cache = may_read_cache(self.llm.vllm_config)
         self._states = AsyncHiddenStates(super().generate, self.llm.collective_rpc)
         self._tokenizer: Any = None
         self._warned_changed = False
@@ -184,7 +186,7 @@ class SpecRolloutActor(plain(RolloutRayActor)):
 
         context = self.llm.model_config.max_model_len
         cap = sampling_params.max_tokens or context - len(prompt_token_ids)
-        asked = (super().generate, prompt_token_ids, sampling_params, context)
+        asked = (super().generate, prompt_token_ids, sampling_params, context, self._reads_cache)
         request = VLLMRequest(*asked) if gate is None else PausingRequest(gate, sample.index, *asked)
         response = Response(prompt_token_ids, key, visit.first_slot + sample.index)
         sample.counts = await roll_out(

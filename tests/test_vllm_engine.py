@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,103 @@ def test_scores_are_those_of_a_plain_forward(llm, policy):
     drafts = [rng.integers(0, 48, n).astype(np.int32) for n in (1, 20, 7)]
     for scored, prompt, draft in zip(engine(llm).score(PROMPTS, drafts), PROMPTS, drafts, strict=True):
         np.testing.assert_allclose(scored, plain(policy, prompt, draft), atol=1e-4)
+
+
+# What vLLM returns of positions that are in the prefix cache is another matter with each of its model runners. A CPU build
+# without Triton has the older one, which is not let near the cache.
+@pytest.mark.parametrize("beyond_a_block", [-100, -1, 0, 1, 5])
+def test_scores_are_the_same_whatever_the_prefix_cache_holds(llm, policy, beyond_a_block):
+    from specrl_plugins.vllm.engine import may_read_cache
+
+    config = llm.llm_engine.vllm_config
+    block = config.cache_config.block_size
+    rng = np.random.default_rng(abs(beyond_a_block))
+    prompt = rng.integers(4, 48, max(1, block + beyond_a_block)).tolist()
+    draft = rng.integers(4, 48, 110).astype(np.int32)
+    drafts = [draft, draft, draft.copy(), draft[:104].copy(), draft[:1], *rng.integers(4, 48, (2, 30)).astype(np.int32)]
+    drafts[2][80:] = rng.integers(4, 48, 30)  # its beginning is that of the first, past the end of a block
+    prompts = [prompt] * len(drafts)
+    # One context, divided in two ways.
+    prompts.append(prompt + draft[:40].tolist())
+    drafts.append(draft[40:])
+    expected = [plain(policy, *row) for row in zip(prompts, drafts, strict=True)]
+    assert llm.reset_prefix_cache()
+    for _ in range(2):
+        outputs = answers(llm)
+        for scored, exact in zip(engine(llm).score(prompts, drafts), expected, strict=True):
+            np.testing.assert_allclose(scored, exact, atol=1e-4)
+        found = sum(output.num_cached_tokens for output in outputs)
+        assert bool(found) == may_read_cache(config)
+        computed = sum(len(output.prompt_token_ids) for output in outputs) - found
+        assert computed <= sum(len(p) + len(d) + 1 for p, d in zip(prompts, drafts, strict=True))
+
+
+def answers(llm):
+    """A list to which each answer of the engine is added from here on."""
+    outputs = []
+    generate = type(llm).generate.__get__(llm)
+
+    def noted(*args, **kwargs):
+        outputs.extend(made := generate(*args, **kwargs))
+        return made
+
+    llm.generate = noted
+    return outputs
+
+
+def test_requests_are_scored_the_same_whatever_the_prefix_cache_holds(llm, policy):
+    from specrl_plugins.vllm import VLLMRequest
+    from specrl_plugins.vllm.engine import may_read_cache
+
+    async def ask(tokens, params):
+        return llm.generate([{"prompt_token_ids": tokens}], sampling_params=params, use_tqdm=False)[0]
+
+    rng = np.random.default_rng(4)
+    prompt, draft = rng.integers(4, 48, 20).tolist(), rng.integers(4, 48, 200).astype(np.int32)
+    reads_cache = may_read_cache(llm.llm_engine.vllm_config)
+    request = VLLMRequest(ask, prompt, engine(llm).sampling_params, 256, reads_cache)
+    assert llm.reset_prefix_cache()
+    for _ in range(2):
+        outputs = answers(llm)
+        scored = asyncio.run(request.score(prompt, draft))
+        np.testing.assert_allclose(scored, plain(policy, prompt, draft), atol=1e-4)
+    assert bool(outputs[0].num_cached_tokens) == reads_cache
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(enable_prefix_caching=False),
+        # Prompts are computed a few tokens at a time, many at once, in a cache that does not hold them.
+        dict(max_num_batched_tokens=256, long_prefill_token_threshold=24, scheduler_reserve_full_isl=False),
+    ],
+    ids=["no prefix cache", "preempted"],
+)
+def test_scores_are_right_without_a_prefix_cache_and_after_preemption(tiny_model, policy, options):
+    from vllm import LLM
+
+    other = LLM(
+        model=tiny_model,
+        max_model_len=256,
+        enforce_eager=True,
+        dtype="float32",
+        gpu_memory_utilization=0.2,
+        max_num_seqs=16,
+        kv_cache_memory_bytes=1 << 20,
+        disable_log_stats=False,
+        **options,
+    )
+    rng = np.random.default_rng(6)
+    prompt = rng.integers(4, 48, 20).tolist()
+    draft = rng.integers(4, 48, 220).astype(np.int32)
+    drafts = [draft[: 220 - 3 * i].copy() for i in range(16)]
+    for row in drafts[8:]:
+        row[120:] = rng.integers(4, 48, len(row) - 120)
+    for _ in range(2):
+        for scored, tokens in zip(engine(other).score([prompt] * 16, drafts), drafts, strict=True):
+            np.testing.assert_allclose(scored, plain(policy, prompt, tokens), atol=1e-4)
+    preemptions = sum(metric.value for metric in other.get_metrics() if metric.name == "vllm:num_preemptions")
+    assert bool(preemptions) == ("enable_prefix_caching" not in options)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

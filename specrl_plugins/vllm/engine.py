@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.config import VllmConfig
 from vllm.logprobs import FlatLogprobs
 
 from specrl_plugins.engine import Continuation
@@ -31,6 +32,7 @@ class VLLMEngine:
         self.llm = llm
         self.sampling_params = sampling_params
         self.ranks = ranks or OneRank()
+        self._reads_cache = may_read_cache(llm.llm_engine.vllm_config)
         self._scored = False  # whether drafts are in the prefix cache
 
     @property
@@ -47,8 +49,19 @@ class VLLMEngine:
         refuse_shaped(self.sampling_params)
         self._scored = True
         contexts = [prompt + tokens.tolist() for prompt, tokens in zip(prompts, continuations, strict=True)]
-        outputs = self._call(contexts, [scoring_params()] * len(contexts))
-        return [scores(output, tokens) for output, tokens in zip(outputs, continuations, strict=True)]
+        outputs = self._call(contexts, [scoring_params(self._reads_cache)] * len(contexts))
+        tails = [scores_of_tail(output, tokens) for output, tokens in zip(outputs, continuations, strict=True)]
+        # Where more than the prompt was in the cache, the first tokens have no scores yet. Rows have such beginnings in
+        # common, which is how they came to be there: each is computed, once. That is one token more, at most, than what
+        # the cache spared these rows.
+        heads = [tokens[: len(tokens) - len(tail)] for tokens, tail in zip(continuations, tails, strict=True)]
+        begun = [(tuple(prompt), tuple(head.tolist())) for prompt, head in zip(prompts, heads, strict=True)]
+        missing = [(prompt, head) for prompt, head in dict.fromkeys(begun) if head]
+        outputs = self._call([[*prompt, *head] for prompt, head in missing], [scoring_params()] * len(missing))
+        found = {key: scores(output, np.array(key[1], np.int32)) for key, output in zip(missing, outputs, strict=True)}
+        return [
+            np.concatenate([found[key], tail]) if key in found else tail for key, tail in zip(begun, tails, strict=True)
+        ]
 
     def generate(self, contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
         """See [`Engine.generate`]."""
@@ -77,15 +90,48 @@ class VLLMEngine:
         return outputs[order][own_rows(self.ranks, gathered)]
 
 
-def scoring_params() -> SamplingParams:
-    """How to ask for the log-probs of a given sequence. vLLM insists on generating one token more."""
-    return SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+def may_read_cache(config: VllmConfig) -> bool:
+    """Whether requests for prompt log-probs may read the prefix cache: whether the answer shows what is missing then.
+
+    vLLM has none of positions whose keys and values come from the cache. The newer of its two model runners leaves these
+    positions out. The older one returns a row for each, unset: what it holds is what was in that memory before, often an
+    earlier answer with the very same token ids. `RequestOutput.num_cached_tokens` would not tell: a request that is
+    preempted may find more when it resumes, and vLLM keeps the first count. Read in 0.26, 0.29, 0.31 and 0.32.
+    """
+    return config.use_v2_model_runner
+
+
+def scoring_params(read_cache: bool = False) -> SamplingParams:
+    """How to ask for the log-probs of a given sequence. vLLM insists on generating one token more.
+
+    Args:
+        read_cache (`bool`, *optional*, defaults to `False`): do not compute what the prefix cache holds of the sequence;
+            see [`may_read_cache`] and [`scores_of_tail`].
+    """
+    return SamplingParams(
+        max_tokens=1,
+        temperature=1.0,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        skip_reading_prefix_cache=not read_cache,
+    )
 
 
 def scores(output: RequestOutput, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
     """Log-probs, nats, of shape `(tokens,)`, of what follows the prompt, out of the answer to [`scoring_params`]."""
+    logprobs = scores_of_tail(output, tokens)
+    if len(logprobs) < len(tokens):
+        raise RuntimeError(
+            f"vLLM returned prompt log-probs of {len(logprobs)} tokens where it was asked for {len(tokens)}."
+        )
+    return logprobs
+
+
+def scores_of_tail(output: RequestOutput, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """As [`scores`], but of the last tokens alone where the state before the first ones was in the prefix cache."""
     ids, logprobs = _flat(output.prompt_logprobs, len(tokens))
-    if not np.array_equal(ids, tokens):
+    if not np.array_equal(ids, tokens[len(tokens) - len(ids) :]):
         raise RuntimeError("vLLM returned prompt log-probs of other tokens than those it was asked to score.")
     return logprobs
 
@@ -140,8 +186,9 @@ def _shaping_settings(params: SamplingParams) -> list[str]:
 
 
 def _flat(logprobs: object, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Token ids and log-probs of the last `count` positions, which hold nothing but the token in question."""
+    """Token ids and log-probs of the last `count` positions at most, each of nothing but the token in question."""
     if not isinstance(logprobs, FlatLogprobs):
         raise RuntimeError("vLLM returned no flat log-probs, although they were asked for.")
     ids, values = logprobs.token_ids, logprobs.logprobs
-    return np.asarray(ids[len(ids) - count :], np.int32), np.asarray(values[len(values) - count :], np.float32)
+    start = max(0, len(ids) - count)
+    return np.asarray(ids[start:], np.int32), np.asarray(values[start:], np.float32)

@@ -10,7 +10,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from specrl_plugins.engine import Continuation
-from specrl_plugins.vllm.engine import continuation, continuing_params, scores, scoring_params
+from specrl_plugins.vllm.engine import continuation, continuing_params, scores, scores_of_tail, scoring_params
 
 
 class VLLMRequest:
@@ -21,6 +21,7 @@ class VLLMRequest:
         prompt (`list[int]`): token ids.
         sampling_params (`SamplingParams`): how to sample; see [`changed_settings`] for what can be scored.
         max_model_len (`int`): context length of the engine, tokens.
+        reads_cache (`bool`): what [`may_read_cache`] says of the engine.
 
     Attributes:
         output (`RequestOutput`, *optional*): vLLM's latest answer.
@@ -32,15 +33,23 @@ class VLLMRequest:
         prompt: list[int],
         sampling_params: SamplingParams,
         max_model_len: int,
+        reads_cache: bool,
     ):
         self.ask = ask
         self.prompt = prompt
         self.sampling_params = sampling_params
         self.max_scored = max_model_len - 1  # a scored sequence leaves room for the token that vLLM insists on
+        self.reads_cache = reads_cache
         self.output: RequestOutput | None = None
 
     async def score(self, prompt: list[int], continuation: NDArray[np.int32]) -> NDArray[np.float32]:
-        return scores(await self._ask(prompt + continuation.tolist(), scoring_params()), continuation)
+        output = await self._ask(prompt + continuation.tolist(), scoring_params(self.reads_cache))
+        tail = scores_of_tail(output, continuation)
+        head = continuation[: len(continuation) - len(tail)]
+        if not len(head):
+            return tail
+        # More than the prompt was in the prefix cache, so these have no scores yet.
+        return np.concatenate([scores(await self._ask(prompt + head.tolist(), scoring_params()), head), tail])
 
     async def generate(self, context: list[int], budget: int) -> Continuation:
         params = continuing_params(self.sampling_params, budget)
