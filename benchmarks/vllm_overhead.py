@@ -1,4 +1,4 @@
-"""What vLLM's Python code costs around the model, and what the order of continuations finds in its prefix cache.
+"""What vLLM's Python code costs around the model, and what scoring and continuing find in its prefix cache.
 
 No GPU is needed: the model is the tiny one of `replay_rollouts.py`, and CPU seconds of this process are given, so that
 other work on the machine matters less. Medians of five.
@@ -81,13 +81,14 @@ def filing() -> None:
     print(f"microseconds to file a sampled token: by vLLM {slow / tokens * 1e6:.2f}, fast {fast / tokens * 1e6:.2f}")
 
 
-def engine(model: str, kv_mib: int) -> LLM:
+def engine(model: str, kv_mib: int, block_size: int | None = None) -> LLM:
     return LLM(
         model=model,
         load_format="dummy",
         max_model_len=1024,
         max_num_seqs=256,
         max_num_batched_tokens=4096,
+        block_size=block_size,
         logprobs_mode="processed_logprobs",
         **SHAPES["tiny"].engine | dict(kv_cache_memory_bytes=kv_mib << 20),
     )
@@ -142,12 +143,37 @@ def order(llm: LLM) -> None:
     )
 
 
+def shared_prompts(llm: LLM) -> None:
+    """What it costs to score the samples of some prompts, with each prompt computed for each sample, or once."""
+    rng = np.random.default_rng(0)
+    for prompt_tokens, draft_tokens in ((160, 844), (82, 33)):
+        contexts = []
+        for _ in range(8):
+            prompt = rng.integers(0, 2048, prompt_tokens).tolist()
+            contexts += [prompt + rng.integers(0, 2048, draft_tokens).tolist() for _ in range(8)]
+        requests: list[Any] = [{"prompt_token_ids": context} for context in contexts]
+        computed: dict[bool, int] = {}
+
+        def score(read_cache: bool, requests: list[Any] = requests, computed: dict[bool, int] = computed) -> None:
+            llm.reset_prefix_cache()
+            with filed_fast():
+                outputs = llm.generate(requests, sampling_params=scoring_params(read_cache), use_tqdm=False)
+            computed[read_cache] = sum(len(o.prompt_token_ids or []) - (o.num_cached_tokens or 0) for o in outputs)
+
+        every, once = cpu_seconds(lambda score=score: score(False), lambda score=score: score(True))
+        print(
+            f"scoring 8 samples of {draft_tokens} tokens after each of 8 prompts of {prompt_tokens}: {computed[False]} "
+            f"tokens computed in {every:.2f} s, with the prefix cache {computed[True]} in {once:.2f} s"
+        )
+
+
 def main() -> None:
     scoring()
     filing()
     with tempfile.TemporaryDirectory() as directory:
         save_model(SHAPES["tiny"], Path(directory))
         sampling(engine(directory, 256))
+        shared_prompts(engine(directory, 256, block_size=32))  # the smallest that a CPU engine takes
         for kv_mib in (32, 64, 96, 160):
             order(engine(directory, kv_mib))
 

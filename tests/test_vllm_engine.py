@@ -39,8 +39,7 @@ def test_scores_are_those_of_a_plain_forward(llm, policy):
         np.testing.assert_allclose(scored, plain(policy, prompt, draft), atol=1e-4)
 
 
-# What vLLM returns of positions that are in the prefix cache is another matter with each of its model runners. A CPU build
-# without Triton has the older one, which is not let near the cache.
+# On a GPU these read the prefix cache. A CPU build without Triton has the older model runner, which must not.
 @pytest.mark.parametrize("beyond_a_block", [-100, -1, 0, 1, 5])
 def test_scores_are_the_same_whatever_the_prefix_cache_holds(llm, policy, beyond_a_block):
     from specrl_plugins.vllm.engine import may_read_cache

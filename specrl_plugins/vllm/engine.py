@@ -93,10 +93,10 @@ class VLLMEngine:
 def may_read_cache(config: VllmConfig) -> bool:
     """Whether requests for prompt log-probs may read the prefix cache: whether the answer shows what is missing then.
 
-    vLLM has none of positions whose keys and values come from the cache. The newer of its two model runners leaves these
-    positions out. The older one returns a row for each, unset: what it holds is what was in that memory before, often an
-    earlier answer with the very same token ids. `RequestOutput.num_cached_tokens` would not tell: a request that is
-    preempted may find more when it resumes, and vLLM keeps the first count. Read in 0.26, 0.29, 0.31 and 0.32.
+    Positions whose keys and values come from the cache get none. The newer of vLLM's two model runners leaves them out
+    of the answer. The older one returns what was in memory in their place, which may be an earlier answer, of the same
+    tokens. `RequestOutput.num_cached_tokens` does not tell these: a request that is preempted may find more when it
+    resumes, but the first count stays. Read in 0.26, 0.29, 0.31 and 0.32.
     """
     return config.use_v2_model_runner
 
@@ -105,8 +105,8 @@ def scoring_params(read_cache: bool = False) -> SamplingParams:
     """How to ask for the log-probs of a given sequence. vLLM insists on generating one token more.
 
     Args:
-        read_cache (`bool`, *optional*, defaults to `False`): do not compute what the prefix cache holds of the sequence;
-            see [`may_read_cache`] and [`scores_of_tail`].
+        read_cache (`bool`, *optional*, defaults to `False`): have nothing computed that the prefix cache holds. See
+            [`may_read_cache`] and [`scores_of_tail`].
     """
     return SamplingParams(
         max_tokens=1,
