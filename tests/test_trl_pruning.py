@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("trl")
 
+import trl_tools
 from test_trl import StopAt
 from trl_pruning import SETTINGS, CheckedPruning, check_counts, pruning_settings, reward_told_at_detection
 from trl_runs import build, history, settings
@@ -17,6 +18,8 @@ from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig, Spe
 from trl_integration.checks import UnsupportedSetting
 
 pytestmark = [pytest.mark.trl, pytest.mark.slow]
+
+UNALIGNED = dict(beta=0.05, gradient_accumulation_steps=2, per_device_train_batch_size=12, steps_per_generation=4)
 
 
 def run(model, output_dir, resume=None, trainer=CheckedPruning, callbacks=(), peft_config=None, **changes):
@@ -33,7 +36,7 @@ def run(model, output_dir, resume=None, trainer=CheckedPruning, callbacks=(), pe
         dict(),
         dict(use_spec_rollout=False),
         dict(temperature=0.8),
-        dict(beta=0.05, gradient_accumulation_steps=2, per_device_train_batch_size=12, steps_per_generation=4),
+        UNALIGNED,
     ],
     ids=["with reuse", "alone", "tempered", "with a pass for old log-probs"],
 )
@@ -60,6 +63,17 @@ def test_lora(tiny_model, tmp_path):
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     )
     check_counts(trainer)
+
+
+def test_with_tools(tmp_path):
+    """First turns are judged; tools are called for survivors alone."""
+    model = trl_tools.build_model(tmp_path / "model")
+    args = pruning_settings(tmp_path / "run", max_completion_length=24, **UNALIGNED)
+    parts = trl_tools.parts(model) | dict(reward_funcs=reward_told_at_detection)
+    trainer = build(model, args, trainer=CheckedPruning, **parts)
+    trainer.train()
+    check_counts(trainer)
+    assert min(history(trainer, "tools/call_frequency")) > 0 and not any(history(trainer, "tools/failure_frequency"))
 
 
 def test_rloo(tiny_model, tmp_path):

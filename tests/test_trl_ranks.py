@@ -44,6 +44,13 @@ for stage in (2, 3):
     # A threshold below the size of the tiny model's matrices, so that stage 3 shards them.
     optimization = {"stage": stage, "stage3_param_persistence_threshold": 100}
     SHARDED[f"zero{stage}"] = dict(deepspeed=ZERO | {"zero_optimization": optimization})
+# With a reference pass, made by switching the adapters off.
+LORA = dict(beta=0.05, lora=dict(r=4, target_modules=["q_proj", "v_proj"]), learning_rate=1e-2)
+HALTED = dict(max_steps=3, save_strategy="steps", save_steps=3, shuffle_dataset=False)
+CHECKPOINTING = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=False))
+EVALUATED = dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4, num_generations_eval=4)
+# Twelve rows of a rank: its second prompt's group straddles the ranks.
+PRUNED = trl_pruning.SETTINGS | dict(per_device_train_batch_size=12)
 ENGINE = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.1, vllm_max_model_length=64)
 
 
@@ -119,20 +126,18 @@ def check(ranks, epochs=3, distributed="MULTI_CPU"):
 def data_parallel(tiny_model, tmp_path_factory):
     output = tmp_path_factory.mktemp("ranks")
     unaligned = dict(steps_per_generation=2, gradient_accumulation_steps=3, per_device_train_batch_size=3)
-    lora = dict(beta=0.05, lora=dict(r=4, target_modules=["q_proj", "v_proj"]), learning_rate=1e-2)
     tools_model = trl_tools.build_model(tmp_path_factory.mktemp("tools-model"))
     runs = {
         "grpo": ROWS,
-        "halted": ROWS | dict(max_steps=3, save_strategy="steps", save_steps=3, shuffle_dataset=False),
+        "halted": ROWS | HALTED,
         "unaligned": ROWS | unaligned,
         "tools": ROWS | unaligned | trl_tools.SETTINGS | dict(tools_model=tools_model),
         "full": ROWS | dict(spec_rule="full", num_train_epochs=2, learning_rate=0.0),
         "rloo": ROWS | dict(rloo=True, beta=0.05),
         "lora-cut": ROWS | dict(top_k=20, min_p=0.05, lora=dict(r=4, target_modules=["q_proj"]), learning_rate=1e-2),
-        "lora": ROWS | lora,
-        "continuous batching": ROWS | lora | CONTINUOUS_BATCHING,
-        # Twelve rows of a rank: its second prompt's group straddles the ranks.
-        "pruned": trl_pruning.SETTINGS | dict(per_device_train_batch_size=12, num_train_epochs=16),
+        "lora": ROWS | LORA,
+        "continuous batching": ROWS | LORA | CONTINUOUS_BATCHING,
+        "pruned": PRUNED | dict(num_train_epochs=16),
     }
     return output, train(tiny_model, output, runs)
 
@@ -142,9 +147,9 @@ def test_every_rank_finds_what_any_rank_made(data_parallel, name):
     check(data_parallel[1][name])
 
 
-def test_pruned_groups_straddle_ranks(data_parallel):
+def check_pruned(ranks):
     """Each rank trains on its own rows, of survivors that any rank sampled; the first one's pruner decides for all."""
-    first, second = data_parallel[1]["pruned"]
+    first, second = ranks
     assert first["total"] == second["total"] and first["total"]["pruned_rows"] > 0
     assert first["total"]["reused_tokens"] > 0
     for here, there in zip(first["rollouts"], second["rollouts"], strict=True):
@@ -152,6 +157,10 @@ def test_pruned_groups_straddle_ranks(data_parallel):
         assert here[1] + there[1] in (0, 24)
     assert any(here[1] != 12 for here in first["rollouts"] if here[1])  # survivors had to move
     assert first["weights"][0] == first["weights"][1]
+
+
+def test_pruned_groups_straddle_ranks(data_parallel):
+    check_pruned(data_parallel[1]["pruned"])
 
 
 def test_a_schedule_with_a_pass_for_old_log_probs(data_parallel):
@@ -191,11 +200,24 @@ def test_sharded_models(tiny_model, tmp_path, name):
     if name == "fsdp1":
         aligned["fsdp_config"] = aligned["fsdp_config"] | FSDP1_ON_CPU
     on_cpu = dict(SHARDS=kind, ACCELERATE_USE_CPU="false")
-    runs = {"aligned": aligned, "cut": aligned | dict(top_p=0.9), "unaligned": aligned | unaligned}
+    runs = {
+        "aligned": aligned,
+        "unaligned": aligned | unaligned,
+        "lora": aligned | LORA | CHECKPOINTING | EVALUATED | dict(top_p=0.9),
+        "pruned": aligned | PRUNED | dict(num_train_epochs=8),
+    }
+    if name != "fsdp1":  # of which torch cannot write a checkpoint on a CPU
+        resumed = dict(resume=f"{tmp_path}/halted/checkpoint-3", spec_cache_dir=f"{tmp_path}/halted/spec_cache")
+        runs["halted"] = aligned | HALTED
+        runs["resumed"] = aligned | resumed | dict(shuffle_dataset=False, num_train_epochs=3)
     runs = train(tiny_model, tmp_path, runs, **on_cpu)
     assert all(rank["sharded_weights"] == (name != "zero2") for rank in runs["aligned"])
     check(runs["aligned"], epochs=2, distributed=kind.upper())
-    check(runs["cut"], epochs=2, distributed=kind.upper())
+    check(runs["lora"], epochs=2, distributed=kind.upper())
+    assert values(runs["lora"][0], "eval_reward")
+    check_pruned(runs["pruned"])
+    if "resumed" in runs:
+        assert values(runs["resumed"][0], "spec/draft_hit_rate") == [0, 0, 1, 1, 1, 1]
     first, second = runs["unaligned"]
     assert first["total"] == second["total"] and first["total"]["reused_tokens"] > 0
 
@@ -220,7 +242,8 @@ def test_colocated_engines_of_sharded_models(tiny_model, tmp_path, name):
     kind = "fsdp" if "fsdp" in name else "deepspeed"
     run = ROWS | SHARDED[name] | ENGINE | dict(num_train_epochs=2, use_cpu=False)
     on_cpu = dict(SHARDS=kind, ACCELERATE_USE_CPU="false")
-    check(train(tiny_model, tmp_path, {"engines": run}, **on_cpu)["engines"], epochs=2, distributed=kind.upper())
+    for ranks in train(tiny_model, tmp_path, {"engines": run, "lora": run | LORA}, **on_cpu).values():
+        check(ranks, epochs=2, distributed=kind.upper())
 
 
 @pytest.mark.vllm

@@ -24,6 +24,7 @@ import vllm_server
 from conftest import build_tiny_model
 from test_trl_ranks import ROWS, check, train
 from transformers import AutoModelForCausalLM
+from trl_pruning import SETTINGS, CheckedPruning, check_counts, reward_told_at_detection
 from trl_runs import CheckedGRPOTrainer, CheckedRLOOTrainer, build, history, settings
 
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig
@@ -53,9 +54,9 @@ def updates_by_files(monkeypatch):
     monkeypatch.setattr(generation, "VLLMClient", vllm_server.FileUpdates)
 
 
-def make(model, address, output, config=SpecGRPOConfig, trainer=CheckedGRPOTrainer, **changes):
+def make(model, address, output, config=SpecGRPOConfig, trainer=CheckedGRPOTrainer, parts=None, **changes):
     server = dict(use_vllm=True, vllm_mode="server", vllm_server_base_url=address)
-    return build(model, settings(output, config, **(server | changes)), trainer=trainer)
+    return build(model, settings(output, config, **(server | changes)), trainer=trainer, **(parts or {}))
 
 
 def counted(address):
@@ -99,6 +100,19 @@ def test_reuse_begins_with_the_second_epoch_and_nothing_is_generated_beyond(mode
     scored = total.verified_rows if changes.get("spec_verifier") == "engine" else 0
     assert tokens == total.generated_tokens + scored
     assert first_epoch <= answered <= total.rows + scored
+
+
+def test_pruning(model, address, tmp_path):
+    """Heads and survivors are asked for apart, with the weights of their step: TRL sends them before the first."""
+    parts = dict(reward_funcs=reward_told_at_detection)
+    trainer = make(model, address, tmp_path, trainer=CheckedPruning, parts=parts, **SETTINGS)
+    before = counted(address)[0]
+    trainer.train()
+    check_counts(trainer)
+    total = trainer.spec_rollout.total
+    assert counted(address)[0] - before == total.generated_tokens
+    assert total.reused_tokens > 0
+    assert all(value < 1e-4 for value in history(trainer, "sampling/sampling_logp_difference/max"))
 
 
 def test_a_first_epoch_makes_one_request_a_step_as_trl_does(model, address, tmp_path):

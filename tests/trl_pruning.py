@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import torch
-from trl_runs import settings
+from trl_runs import plain_model, settings
 
 from specrl_plugins import prompt_key
 from trl_integration import SpecGRPOTrainer
@@ -34,8 +34,9 @@ def reward_told_at_detection(completion_ids, **kwargs):
 
 
 class CheckedPruning(SpecGRPOTrainer):
-    """Recomputes every rollout with a plain forward: hidden states, log-probs and what was stored. Tolerance: 1e-4
-    nats, and 1e-3 of a hidden state's largest entry (fp32; batches are padded differently)."""
+    """Recomputes every rollout with a plain forward: hidden states, log-probs and what was stored, and the old
+    log-probs of the loss. Tolerance: 1e-4 nats, and 1e-3 of a hidden state's largest entry (fp32; batches are padded
+    differently)."""
 
     def _roll_out(self, *args):
         rollout = super()._roll_out(*args)
@@ -49,16 +50,20 @@ class CheckedPruning(SpecGRPOTrainer):
             ids[mask.bool()].tolist()
             for ids, mask in zip(output["completion_ids"], output["completion_mask"], strict=True)
         ]
-        assert trained == [response.tokens.tolist() for response in rollout.responses]
+        first_turns = [response.tokens.tolist() for response in rollout.responses]
+        if self.tools:  # which go on, with what the tools answered and was written then
+            trained = [ids[: len(turn)] for ids, turn in zip(trained, first_turns, strict=True)]
+        assert trained == first_turns
         assert [r.key for r in rollout.responses] == [
             prompt_key(ids[mask.bool()].tolist())
             for ids, mask in zip(output["prompt_ids"], output["prompt_mask"], strict=True)
         ]
         everything = rollout.responses + rollout.pruned
         stored = self.spec_rollout.cache.get_many([(response.key, response.slot) for response in everything])
+        model = plain_model(self)
         for response, trajectory in zip(everything, stored, strict=True):
             with torch.no_grad():
-                seen = self.model(torch.tensor([response.prompt + response.tokens.tolist()]), output_hidden_states=True)
+                seen = model(torch.tensor([response.prompt + response.tokens.tolist()]), output_hidden_states=True)
             logits = seen.logits[0, len(response.prompt) - 1 : -1] / self.temperature
             logprobs = logits.log_softmax(1).numpy()
             logprobs = logprobs[np.arange(len(response.tokens)), response.tokens]
@@ -72,6 +77,14 @@ class CheckedPruning(SpecGRPOTrainer):
                 at = len(response.prompt) + min(LENGTH, len(response.tokens)) - 1
                 state = seen.hidden_states[-1][0, at].numpy()
                 np.testing.assert_allclose(judged, state, atol=1e-3 * np.abs(state).max())
+        for row, found in enumerate(output.get("old_per_token_logps", ())):
+            prompt, completion = (
+                output[f"{part}_ids"][row][output[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")
+            )
+            with torch.no_grad():
+                logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+            logprobs = (logits / self.temperature).log_softmax(1).gather(1, completion[:, None])[:, 0]
+            np.testing.assert_allclose(found[: len(completion)], logprobs, atol=1e-4)
         return output
 
 

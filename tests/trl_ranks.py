@@ -23,6 +23,7 @@ import vllm_cpu
 import vllm_gpu
 import vllm_server
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl_pruning import CheckedPruning, reward_told_at_detection
@@ -67,6 +68,8 @@ def run(
         vllm_cpu.repair()
         vllm_gpu.in_fp32()
     trainer_class = CheckedRLOOTrainer if rloo else CheckedPruning if changes.get("spec_prune") else CheckedGRPOTrainer
+    if args.eval_strategy != "no":
+        more["eval_dataset"] = Dataset.from_dict({"prompt": prompts[:4]})
     trainer = build(tools_model or model, args, trainer=trainer_class, **more)
     if "DIES_AT_STEP" in os.environ:
         trainer.add_callback(DiesAt())

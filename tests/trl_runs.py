@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 import truncation
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 from trl.distributed import DistributedBackend
@@ -86,12 +87,41 @@ def whole_weights(trainer) -> Iterator[dict[str, torch.Tensor]]:
         }
 
 
+def plain_model(trainer):
+    """What recomputes: the policy or, where it is sharded or on a GPU, a copy of it in one piece on the CPU."""
+    backend = DistributedBackend(trainer.accelerator)
+    if trainer.accelerator.device.type == "cpu" and not (backend.is_fsdp or backend.is_zero3):
+        return trainer.model
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    plain = unsharded(policy)
+    if is_peft_model(policy):
+        with torch.random.fork_rng(devices=[]):
+            plain = type(policy)(plain, policy.peft_config["default"]).eval()
+    with whole_weights(trainer) as weights:
+        plain.load_state_dict({name: weight.detach().cpu() for name, weight in weights.items()})
+    return plain
+
+
+def reference_model(policy):
+    """What the policy was before it was trained, in one piece on the CPU."""
+    reference = unsharded(policy)
+    reference.load_state_dict(load_file(f"{policy.config.name_or_path}/model.safetensors"))
+    return reference
+
+
+def unsharded(policy):
+    """A model of the policy's kind, without adapters, its weights still to be loaded (`from_pretrained` shards)."""
+    base = policy.get_base_model() if is_peft_model(policy) else policy
+    with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they were
+        return type(base)(base.config).eval()
+
+
 class Checked:
     """Mixed into a trainer: recomputes every rollout with a plain forward and compares all that was made of it.
 
     Log-probs that are stored or said to be sampled are of the distribution that is sampled; the old log-probs of the
-    loss are TRL's, of the whole distribution. Tolerance of a log-prob: 1e-4 nats (fp32; batches are padded
-    differently). The largest difference that was met is kept by what was compared.
+    loss are TRL's, of the whole distribution, and so are those of the reference. Tolerance of a log-prob: 1e-4 nats
+    (fp32; batches are padded differently). The largest difference that was met is kept by what was compared.
     """
 
     tolerance = 1e-4
@@ -105,7 +135,10 @@ class Checked:
             self.differences: dict[str, float] = {}
         # On the CPU, where it is compared.
         output = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in on_device.items()}
-        model = self._plain_model()
+        model = plain_model(self)
+        # What was quantised is not what was saved.
+        has_reference = "ref_per_token_logps" in output and not getattr(model, "is_quantized", False)
+        reference = reference_model(model) if has_reference else None
         eos = set(self.eos_token_ids)
         prompts = [
             ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"], strict=True)
@@ -142,6 +175,11 @@ class Checked:
             sampled = truncation.log_probs(logits, sampler, **cut)[at]
             plain = truncation.log_probs(logits, **tempered)[at]
             self._compare("stored", stored.logprobs, sampled[: len(ids)])
+            if reference is not None:
+                with torch.no_grad():
+                    logits = reference(torch.tensor([prompt + whole])).logits[0, len(prompt) - 1 : -1].numpy()
+                expected = truncation.log_probs(logits, **tempered)[at]
+                self._compare("ref_per_token_logps", output["ref_per_token_logps"][row, :kept].numpy(), expected[:kept])
             written = output.get("tool_mask", output["completion_mask"])[row, :kept].bool().numpy()  # not by a tool
             for name, expected, known in (
                 ("old_per_token_logps", plain, np.ones(kept, bool)),
@@ -156,18 +194,6 @@ class Checked:
     def _compare(self, name, found, expected):
         np.testing.assert_allclose(found, expected, atol=self.tolerance, err_msg=name)
         self.differences[name] = max(self.differences.get(name, 0.0), np.abs(found - expected).max(initial=0.0).item())
-
-    def _plain_model(self):
-        """What recomputes: the policy or, where it is sharded or on a GPU, a copy of it in one piece on the CPU."""
-        backend = DistributedBackend(self.accelerator)
-        if self.accelerator.device.type == "cpu" and not (backend.is_fsdp or backend.is_zero3):
-            return self.model
-        policy = self.accelerator.unwrap_model(self.model)
-        with torch.random.fork_rng(devices=[]):
-            plain = type(policy)(policy.config).eval()
-        with whole_weights(self) as weights:
-            plain.load_state_dict({name: weight.detach().cpu() for name, weight in weights.items()})
-        return plain
 
 
 class CheckedGRPOTrainer(Checked, SpecGRPOTrainer):
