@@ -70,9 +70,7 @@ def totals(problems: int, terms: int = 24, digits: int = 2, seed: int = 0) -> Ta
         terms, digits (`int`): of each sum, and of each term at most.
         seed (`int`): of the problems.
     """
-    data = reasoning_gym.create_dataset(
-        "chain_sum", seed=seed, size=problems, min_terms=terms, max_terms=terms, min_digits=1, max_digits=digits
-    )
+    data = _chain_sums(problems, terms, digits, seed)
     prompts, solutions = [], []
     for problem in data:
         expression = problem["metadata"]["expression"].replace(" ", "")
@@ -135,9 +133,7 @@ def sums(problems: int, terms: int = 6, digits: int = 1, seed: int = 0) -> Task:
         terms, digits (`int`): of each sum, and of each term at most.
         seed (`int`): of the problems.
     """
-    data = reasoning_gym.create_dataset(
-        "chain_sum", seed=seed, size=problems, min_terms=terms, max_terms=terms, min_digits=1, max_digits=digits
-    )
+    data = _chain_sums(problems, terms, digits, seed)
     example = [
         {"role": "system", "content": "Solve step by step."},
         {"role": "user", "content": "9 - 3 + 5 - 2"},
@@ -153,6 +149,12 @@ def sums(problems: int, terms: int = 6, digits: int = 1, seed: int = 0) -> Task:
 
 
 TASKS = {"totals": totals, "sorting": sorting, "counting": counting, "sums": sums}
+
+
+def _chain_sums(problems: int, terms: int, digits: int, seed: int) -> Any:
+    return reasoning_gym.create_dataset(
+        "chain_sum", seed=seed, size=problems, min_terms=terms, max_terms=terms, min_digits=1, max_digits=digits
+    )
 
 
 def _ask(question: str) -> Conversation:

@@ -55,7 +55,7 @@ class VerificationGuard:
 
     @property
     def paused(self) -> bool:
-        """Whether drafts are left aside for now."""
+        """Whether drafts are being left aside."""
         return self._paused_for > 0
 
     def observe(self, counts: RolloutCounts) -> None:
