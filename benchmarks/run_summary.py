@@ -18,7 +18,7 @@ import core
 
 from specrl_plugins.report import RUN_LOG, align
 
-# Medians a step, by the names they get.
+# Means over steps, by the names they get: medians would hide the steps in which all prompts outlive a carry-over limit.
 STEP = {
     "tokens": "rollout/completion_tokens",
     "generated": "spec/generated_tokens",
@@ -36,7 +36,7 @@ STEP = {
     "rewards_s": "stage/rewards_s",
     "update_s": "stage/update_s",
 }
-# Means over steps.
+# The same, of what says how old and how far off the rows are.
 DRIFT = {
     "log_ratio": "spec/log_ratio_mean",
     "draft_age": "spec/draft_age_mean",
@@ -73,13 +73,13 @@ LAST_STEPS = 4
 def write_summary(output: Path, command: str, commit: str | None = None) -> None:
     """Write `summary.json` into the folder of the runs.
 
-    For each setting: `step`, medians of a step from the second epoch on, over all seeds; `drift`, means over the same
-    steps; `curves`, for each seed what the policy is expected to earn after each step (`policy`, where the task has
-    worked solutions), the mean reward of its samples, and the seconds until then; `final`, mean and standard deviation
-    over seeds of the last steps; `at_step`, the same after a quarter, half, three quarters of the steps; `learned`,
-    steps, seconds and generated tokens until the curve reaches 80% and 90% of plain's final value, each seed's own
-    (`null` where it does not). `against_plain` are ratios above 1 where the setting is better: of these, where all
-    seeds got there in both, and of the seconds of a rollout and of a step and the tokens generated, each step.
+    For each setting: `step` and `drift`, means over the steps from the second epoch on, of all seeds; `curves`, for
+    each seed what the policy is expected to earn after each step (`policy`, where the task has worked solutions), the
+    mean reward of its samples, and the seconds until then; `final`, mean and standard deviation over seeds of the last
+    steps; `at_step`, the same after a quarter, half, three quarters of the steps; `learned`, steps, seconds and
+    generated tokens until the curve reaches 80% and 90% of plain's final value, each seed's own (`null` where it does
+    not). `against_plain` are ratios above 1 where the setting is better: of these, where all seeds got there in both,
+    and of the seconds of a rollout and of a step and the tokens generated, each step.
 
     Args:
         output (`Path`): the `--output` of the runs.
@@ -168,8 +168,8 @@ def _setting(directory: Path, seeds: dict[str, list[dict[str, Any]]]) -> dict[st
         "steps": [len(steps) for steps in seeds.values()],
         "finished": [path.parent.name for path in finished],
         "runs_on_one_device": [json.loads(path.read_text())["runs_on_one_device"] for path in finished],
-        "step": _over(warm, STEP, statistics.median),
-        "drift": _over(warm, DRIFT, statistics.mean),
+        "step": _over(warm, STEP),
+        "drift": _over(warm, DRIFT),
         # Each generated token is trained on so many times.
         "uses": sum(e["rollout/completion_tokens"] for e in every) / sum(e["spec/generated_tokens"] for e in every),
         "measured": measured,
@@ -222,13 +222,13 @@ def _when(curve: dict[str, list[float]] | None, measured: str, goal: float) -> d
     return {"steps": step + 1, "seconds": curve["seconds"][step], "generated": curve["generated"][step]}
 
 
-def _over(entries: list[dict[str, Any]], names: dict[str, str], average: Any) -> dict[str, float]:
+def _over(entries: list[dict[str, Any]], names: dict[str, str]) -> dict[str, float]:
     values = defaultdict(list)
     for entry in entries:
         for name, key in names.items():
             if key in entry:
                 values[name].append(entry[key])
-    return {name: average(values[name]) for name in names if values[name]}
+    return {name: statistics.mean(values[name]) for name in names if values[name]}
 
 
 def _spread(values: list[float]) -> dict[str, float | int]:

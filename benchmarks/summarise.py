@@ -3,7 +3,7 @@
     python benchmarks/summarise.py           # writes benchmarks/results/summary.json, and pruning.json beside it
     python benchmarks/summarise.py --docs    # and the tables and charts of docs/results.md
 
-Runs of `train_side_by_side.py` are looked for in `results/train-h200`, those with pruning in `results/pruning-h200`.
+Runs of `train_side_by_side.py` are looked for in `results/train-h200`.
 
 Each figure has a list of places where it may be found; the first one that exists is taken, and said. A figure that
 nothing has measured is left out. In `docs/results.md` only what is between `<!-- table: NAME -->` and `<!-- end -->` is
@@ -64,12 +64,12 @@ def _trl(plain: Path_, reuse: Path_) -> Place:
     return Place("trl-h200", ("runs", *plain), ("runs", *reuse))
 
 
-def _training(value: Path_, over: Path_ | None = None, directory: str = "train-h200") -> Place:
-    return Place(directory, ("settings", *value), ("settings", *over) if over else None)
+def _training(value: Path_, over: Path_ | None = None) -> Place:
+    return Place("train-h200", ("settings", *value), ("settings", *over) if over else None)
 
 
-def _pruning(slow: str, fast: str) -> Place:
-    return _training((slow, "step", "step_s"), (fast, "step", "step_s"), "pruning-h200")
+def _steps(slow: str, fast: str) -> Place:
+    return _training((slow, "step", "step_s"), (fast, "step", "step_s"))
 
 
 def _openrlhf(stage: str) -> Place:
@@ -143,18 +143,18 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
     "prune_step_speedup": (
         "whole training step: all of 16 responses a prompt trained on / pruned to 8",
         ">= 1.7",
-        [_pruning("plain+wide", "plain+prune")],
+        [_steps("plain+wide", "plain+prune")],
     ),
-    "reuse_step_speedup": ("whole training step, in the same runs: plain / reuse", None, [_pruning("plain", "reuse")]),
+    "reuse_step_speedup": ("whole training step, in the same runs: plain / reuse", None, [_steps("plain", "reuse")]),
     "both_step_speedup": (
         "all of 16 responses a prompt trained on / pruned to 8, with reuse",
         "the product",
-        [_pruning("plain+wide", "prune")],
+        [_steps("plain+wide", "prune")],
     ),
     "head_auc": (
         "chance that of a success and a failure the quality head scores the success higher",
         None,
-        [_training(("plain+prune", "drift", "head_auc"), directory="pruning-h200")],
+        [_training(("plain+prune", "drift", "head_auc"))],
     ),
     "core_seconds_per_million_tokens": (
         "CPU seconds of looking up, accepting, assembling and storing a million tokens, one core, 10,000 held",
@@ -237,11 +237,11 @@ def summarise(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
 
 
 def pruning(results: Path = RESULTS) -> dict[str, Any] | None:
-    """What the runs with pruning showed, by their names; `None` where there are none."""
-    path = results / "pruning-h200" / "summary.json"
-    if not path.exists():
+    """What the runs with pruning, and those that they are compared with, showed; `None` where there are none."""
+    path = results / "train-h200" / "summary.json"
+    settings = json.loads(path.read_text())["settings"] if path.exists() else {}
+    if not any("head_auc" in setting["drift"] for setting in settings.values()):
         return None
-    settings = json.loads(path.read_text())["settings"]
     figures = summarise(results)
     names = ("prune_step_speedup", "reuse_step_speedup", "both_step_speedup", "head_auc")
     return {

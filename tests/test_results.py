@@ -119,8 +119,8 @@ def test_training_runs_are_summed_up(tmp_path):
     judged = {"prune/head_auc": 0.75}
     trained(tmp_path / "train-h200", {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, reused)})
     assert summarise.pruning(tmp_path) is None
-    runs = {"plain": (6.0, 0.05, {}), "plain+wide": (12.0, 0.05, {}), "reuse": (4.0, 0.05, reused)}
-    trained(tmp_path / "pruning-h200", runs | {"plain+prune": (8.0, 0.05, judged), "prune": (5.0, 0.05, judged)})
+    pruned = {"plain+wide": (12.0, 0.05, {}), "plain+prune": (8.0, 0.05, judged), "prune": (5.0, 0.05, judged)}
+    trained(tmp_path / "train-h200", pruned)
     found = summarise.summarise(tmp_path)
     expected = {
         **{"step_speedup": 1.5, "time_to_reward": 1.5, "final_reward": 1.0},
