@@ -17,8 +17,9 @@ forced, so that both sides make the same tokens:
     python benchmarks/replay_rollouts.py --output OUT --shape tiny         # a rehearsal on a CPU: seconds mean nothing
 
 Every measurement is a line of `OUT/measurements.jsonl` as soon as it is made, and `OUT/summary.json` is rewritten after
-each: medians, and ratios of measurements of the same repeat. Where the benchmark was cut off, the same command goes on
-with the repeats that are missing or incomplete.
+each: medians, and ratios of measurements of the same repeat, of the commit that was measured last. Where the benchmark
+was cut off, the same command goes on with the repeats that are missing or incomplete; another `--commit` begins
+anew.
 """
 
 from __future__ import annotations
@@ -533,27 +534,36 @@ class Record:
             file.flush()
             os.fsync(file.fileno())
 
-    def repeats(self, name: str) -> list[dict[str, dict[str, float]]]:
+    def _commit(self, measurement: dict[str, Any]) -> str:
+        processes = [line for line in self.lines if "command" in line]
+        return processes[measurement["process"]]["commit"]
+
+    def commits(self) -> dict[str, str]:
+        """For each setting the commit that was measured last: results of different code are not mixed."""
+        return {line["setting"]: self._commit(line) for line in self.lines if "setting" in line}
+
+    def repeats(self, name: str, commit: str) -> list[dict[str, dict[str, float]]]:
         """The repeats of a setting, each of one process: seconds of each kind that was measured."""
         found: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
         for line in self.lines:
-            if line.get("setting") == name:
+            if line.get("setting") == name and self._commit(line) == commit:
                 found.setdefault((line["process"], line["repeat"]), {})[line["kind"]] = line["measured"]
         return list(found.values())
 
     def complete(self, name: str, kinds: Sequence[str]) -> int:
-        """How many repeats of a setting have all these kinds of measurement."""
-        return sum(repeat.keys() >= set(kinds) for repeat in self.repeats(name))
+        """How many repeats of a setting have all these kinds of measurement, of the commit of this process."""
+        return sum(repeat.keys() >= set(kinds) for repeat in self.repeats(name, self.header["commit"]))
 
     def summary(self) -> dict[str, Any]:
         processes = [line for line in self.lines if "command" in line]
-        settings = {}
+        settings, commits = {}, self.commits()
         for name, tokens in {line["setting"]: line["tokens"] for line in self.lines if "setting" in line}.items():
-            repeats = self.repeats(name)
+            repeats = self.repeats(name, commits[name])
             compared = [ratios(repeat) for repeat in repeats]
             measured = {kind: [repeat[kind] for repeat in repeats if kind in repeat] for kind in KINDS}
             settings[name] = {
                 "tokens": tokens,
+                "commit": commits[name],
                 "repeats": len(repeats),
                 "seconds": {kind: _over(rows, statistics.median) for kind, rows in measured.items() if rows},
                 "ratios": _over(compared, statistics.median),

@@ -292,6 +292,7 @@ def tables(results: Path = RESULTS) -> dict[str, str]:
         "figures": _figures(summarise(results)),
         "stages": _stages(stages(results)),
         "replay": _replayed(results),
+        "training": _trained(results),
     }
 
 
@@ -330,7 +331,8 @@ def _replayed(results: Path) -> str:
         return f"Not measured yet:\n\n    {REPLAY_COMMAND}"
     summary = json.loads(path.read_text())
     kinds = ("plain", "cold", "trainer", "engine", "limit")
-    lines = [["responses", "tokens each", "reused", *(f"{kind}, s" for kind in kinds), "trainer", "engine", "repeats"]]
+    seconds_of = [f"{kind}, s" for kind in kinds]
+    lines = [["responses", "tokens each", "reused", *seconds_of, "trainer", "engine", "repeats", "commit"]]
     for setting in summary["settings"].values():
         tokens, seconds = setting["tokens"], setting["seconds"]
         speedups = [setting["ratios"].get(f"rollout_speedup_{verifier}") for verifier in ("trainer", "engine")]
@@ -342,10 +344,37 @@ def _replayed(results: Path) -> str:
                 *(f"{seconds[kind]['total_s']:.4g}" if kind in seconds else "" for kind in kinds),
                 *(f"{speedup:.2f}x" if speedup else "" for speedup in speedups),
                 str(setting["repeats"]),
+                setting["commit"],
             ]
         )
     commands = "\n".join(f"    {process['command']}" for process in summary["processes"])
     return f"{commands}\n\n{_markdown(lines)}\n\n![Seconds of a rollout stage, plain and with reuse](replay.png)"
+
+
+def _trained(results: Path) -> str:
+    path = results / "train-h200" / "summary.json"
+    if not path.exists():
+        return "Not measured yet."
+    summary = json.loads(path.read_text())
+    head = ["run", "seeds", "tokens", "generated", "reused", "rollout, s", "old log-probs, s", "update, s", "step, s"]
+    lines = [[*head, "reward at the end", "seconds to 90%"]]
+    for name, setting in summary["settings"].items():
+        step, final = setting["step"], setting["final"]
+        spread = f" ± {final['sd']:.3f}" if final["seeds"] > 1 else ""
+        took = [f"{seconds:.0f}" if seconds else "-" for seconds in setting["learned"]["0.9"]["seconds"]]
+        lines.append(
+            [
+                f"`{name}`",
+                str(len(setting["steps"])),
+                *(f"{step[kind]:,.0f}" for kind in ("tokens", "generated")),
+                f"{step.get('reused_share', 0.0):.0%}",
+                *(f"{step[stage]:.3g}" for stage in ("rollout_s", "old_logprobs_s", "update_s", "step_s")),
+                f"{final['mean']:.3f}{spread}" + ("" if setting["finished"] else " (cut off)"),
+                ", ".join(took),
+            ]
+        )
+    commands = "\n".join(f"    {command}" for command in summary["command"])
+    return f"{commands}\n\n{_markdown(lines)}\n\n![Expected reward against seconds and against steps](training.png)"
 
 
 def _shown(value: Any) -> str:
@@ -393,6 +422,21 @@ def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
     axes.invert_yaxis()
     figure.legend(frameon=False, loc="outside upper center", ncols=3)
     figure.savefig(docs / "results.png", dpi=110)
+    if (path := results / "train-h200" / "summary.json").exists():
+        curves = {name: setting["curves"] for name, setting in json.loads(path.read_text())["settings"].items()}
+        colours = dict(zip(curves, (blue, grey, orange, green, "#CC79A7", "#E69F00", "#56B4E9"), strict=False))
+        figure, panels = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", sharey=True)
+        for name, seeds in curves.items():
+            for index, curve in enumerate(seeds.values()):
+                rewards = curve.get("policy", curve["reward"])
+                style = dict(color=colours.get(name, "black"), label=None if index else name, linewidth=1.2)
+                panels[0].plot(curve["seconds"], rewards, **style)
+                panels[1].plot(range(1, len(rewards) + 1), rewards, **style)
+        panels[0].set_xlabel("seconds of training")
+        panels[1].set_xlabel("optimizer steps")
+        panels[0].set_ylabel("expected reward")
+        panels[0].legend(frameon=False, fontsize="small")
+        figure.savefig(docs / "training.png", dpi=110)
     path = results / "replay-h200" / "summary.json"
     if not path.exists():
         return
