@@ -37,6 +37,8 @@ _MIB = 1 << 20
 _LOG_BYTES = 64 * _MIB
 # Size above which the log is copied into the file.
 _COPIED_BYTES = 4 * _MIB
+# Pages that a process keeps in memory, at most.
+_CACHED_KIB = 32 << 10
 # Share of the rows that one pass of eviction forgets.
 _EVICTED_SHARE = 0.05
 
@@ -175,22 +177,25 @@ class TrajectoryCache:
             return [None] * len(keys)
         found: list[Trajectory | None] = []
         ids: list[int] = []
-        for prompt, slot in keys:
-            trajectory = None
-            try:
-                hit = db.execute(
-                    f"{_ROW} WHERE prompt = ? AND slot = ? ORDER BY step DESC LIMIT 1", (prompt, slot)
-                ).fetchone()
-                if hit is not None:
-                    trajectory = self._decode(hit)
-                    ids.append(hit[-1])
-            except sqlite3.DatabaseError as error:
-                self._saw_corrupt(f"row of prompt {prompt.hex()}, slot {slot}: {error}")
-            # A hostile file can answer with another row than the one asked for.
-            if trajectory is not None and (trajectory.prompt, trajectory.slot) != (prompt, slot):
-                self._saw_corrupt(f"row of prompt {prompt.hex()}, slot {slot} holds another one")
+        query = f"{_ROW} WHERE prompt = ? AND slot = ? ORDER BY step DESC LIMIT 1"
+        db.execute("BEGIN")  # one lock for all rows
+        try:
+            for prompt, slot in keys:
                 trajectory = None
-            found.append(trajectory)
+                try:
+                    hit = db.execute(query, (prompt, slot)).fetchone()
+                    if hit is not None:
+                        trajectory = self._decode(hit)
+                        ids.append(hit[-1])
+                except sqlite3.DatabaseError as error:
+                    self._saw_corrupt(f"row of prompt {prompt.hex()}, slot {slot}: {error}")
+                # A hostile file can answer with another row than the one asked for.
+                if trajectory is not None and (trajectory.prompt, trajectory.slot) != (prompt, slot):
+                    self._saw_corrupt(f"row of prompt {prompt.hex()}, slot {slot} holds another one")
+                    trajectory = None
+                found.append(trajectory)
+        finally:
+            db.rollback()  # nothing was written; an error may have ended it already
         self._touch(db, ids)
         return found
 
@@ -319,9 +324,9 @@ class TrajectoryCache:
 
     def _put(self, db: sqlite3.Connection, row: Row) -> None:
         newest = db.execute(
-            "SELECT id, step > :step, step <= :checkpoint AND :checkpoint < :step FROM entries "
-            "WHERE prompt = :prompt AND slot = :slot ORDER BY step DESC LIMIT 1",
-            {"prompt": row.prompt, "slot": row.slot, "step": row.step, "checkpoint": self._checkpoint},
+            "SELECT id, step > ?, step <= ? AND ? < ? FROM entries "
+            "WHERE prompt = ? AND slot = ? ORDER BY step DESC LIMIT 1",
+            (row.step, self._checkpoint, self._checkpoint, row.step, row.prompt, row.slot),
         ).fetchone()
         id, is_newer, is_in_checkpoint = newest or (None, False, False)
         if is_newer:
@@ -478,6 +483,8 @@ class TrajectoryCache:
             db.execute("PRAGMA synchronous = NORMAL")
             # The log keeps the size of its largest transaction otherwise.
             db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
+            # A page of a batch that is larger than SQLite's cache is written and read several times over.
+            db.execute(f"PRAGMA cache_size = -{_CACHED_KIB}")
             db.execute(f"PRAGMA wal_autocheckpoint = {_COPIED_BYTES // PAGE_BYTES}")
             with self._transaction(db):
                 # Pairs, since a trigger may have the name of a table.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specrl_plugins.acceptance import ReusePolicy, possible_length
+from specrl_plugins.acceptance import ReusePolicy, first
 from specrl_plugins.engine import Continuation
 from specrl_plugins.metrics import RolloutCounts
 from specrl_plugins.trajectory import FinishReason, Trajectory
@@ -82,7 +83,7 @@ class Response:
         """Keep the draft's log-probs under the current policy; drop the draft where one of them is no log-prob."""
         if len(logprobs) != len(self.draft_tokens):
             raise ValueError(f"the engine scored {len(logprobs)} of {len(self.draft_tokens)} draft tokens")
-        if not (logprobs < np.inf).all():
+        if not logprobs.max() < np.inf:  # nor is a NaN
             counts.dropped_nonfinite += 1
             self.draft = None
             return
@@ -149,7 +150,7 @@ class Response:
 
     def count_reward(self, reward: float, counts: RolloutCounts) -> None:
         """Add its reward; NaN where it has none."""
-        if np.isnan(reward):
+        if math.isnan(reward):
             return
         if self.prefix:
             counts.reuse_reward_sum += float(reward)
@@ -173,8 +174,8 @@ class Response:
             reward (`float`, *optional*): NaN and `None` alike say that there is none.
         """
         p = self.logprobs if logprobs is None else logprobs
-        length = possible_length(p)
-        if not length or not np.isfinite(p[:length]).all():
+        length = first(~np.isfinite(p))
+        if not length or (length < len(p) and p[length] != -np.inf):
             return None
         finish_reason = self.finish_reason if length == len(p) else "length"
         return Trajectory(
@@ -186,5 +187,5 @@ class Response:
             finish_reason=finish_reason or "length",
             cap=cap,
             step=step,
-            reward=None if reward is None or np.isnan(reward) else float(reward),
+            reward=None if reward is None or math.isnan(reward) else float(reward),
         )

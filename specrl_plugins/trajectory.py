@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +98,7 @@ def prompt_key(token_ids: Sequence[int]) -> bytes:
     Args:
         token_ids (`Sequence[int]` of length `tokens`): the prompt, as the model sees it.
     """
-    return hashlib.blake2b(np.asarray(token_ids, dtype="<i4").tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(struct.pack(f"<{len(token_ids)}i", *token_ids), digest_size=16).digest()
 
 
 def assign_slots(prompts: Sequence[bytes]) -> list[int]:

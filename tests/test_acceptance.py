@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -36,6 +37,17 @@ def test_uniforms_keep_their_values_across_releases():
     """A run that resumes under another release meets the same luck."""
     expected = [0.07798307, 0.35231502, 0.60654798, 0.82525527, 0.02645482]
     np.testing.assert_allclose(uniforms(1, PROMPT, 2, 3, 5), expected, atol=1e-8)
+
+
+def test_threads_draw_at_once():
+    """A thread keeps its generator, and no two threads may use one."""
+
+    def draw(slot):
+        return [uniforms(0, PROMPT, slot, step, 2000) for step in range(50)]
+
+    with ThreadPoolExecutor(4) as pool:
+        drawn = list(pool.map(draw, range(8)))
+    assert np.array_equal(drawn, [draw(slot) for slot in range(8)])
 
 
 def test_shorter_draw_is_a_prefix_of_a_longer_one():

@@ -137,6 +137,18 @@ def test_batch_is_stored_whole_or_not_at_all(cache):
     assert {t.step for t in cache} == {2} and len(cache) == 60
 
 
+def test_look_up_that_is_interrupted_misses_and_the_next_one_does_not(cache):
+    """SQLite asks every 20 instructions whether to stop; the answer is yes in the middle of the batch."""
+    cache.put_many(rows_of(60))
+    cache._connect().set_progress_handler(iter([0] * 60 + [1] * 10**6).__next__, 20)
+    found = cache.get_many([key((i,)) for i in range(60)])
+    assert found[0] is not None and found[-1] is None
+    cache._connect().set_progress_handler(None, 0)
+    assert None not in cache.get_many([key((i,)) for i in range(60)])
+    cache.put_many(rows_of(60, step=2))
+    assert {t.step for t in cache} == {2} and cache.verify() == (60, 0)
+
+
 def test_keyboard_interrupt_undoes_its_batch(tmp_path):
     class Interrupted(TrajectoryCache):
         def _put(self, db, row):
