@@ -13,6 +13,7 @@ import os
 import sqlite3
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -493,7 +494,7 @@ class TrajectoryCache:
                     for statement in _SCHEMA.values():
                         db.execute(statement)
                     db.execute("INSERT INTO meta VALUES ('fingerprint', ?)", (self.fingerprint.to_json(),))
-                elif sorted(present) != sorted(_SCHEMA.items()):
+                elif Counter(present) != Counter(_SCHEMA.items()):
                     raise sqlite3.DatabaseError("its tables are not those of a trajectory cache of this version")
                 self._check_fingerprint(db)
         except UnicodeDecodeError as error:  # SQLite complains of the damage and quotes it

@@ -495,6 +495,9 @@ FOREIGN = {
         "ALTER TABLE payloads ADD COLUMN logprobs BLOB",
         "ALTER TABLE payloads ADD COLUMN ages BLOB",
     ),
+    "name that is not text": lambda path: our_schema_but(
+        path, "UPDATE sqlite_master SET name = CAST(name AS BLOB) WHERE name = 'entries'"
+    ),
     "no fingerprint": lambda path: our_schema_but(path, "DELETE FROM meta"),
     "fingerprint of another type": lambda path: our_schema_but(path, "UPDATE meta SET value = '[1, 2]'"),
     "fingerprint that is no JSON": lambda path: our_schema_but(path, "UPDATE meta SET value = x'ff00fe'"),
