@@ -64,9 +64,8 @@ _SCHEMA = {
     ),
     "payloads": (
         "CREATE TABLE payloads (id INTEGER PRIMARY KEY, format INTEGER NOT NULL, finish INTEGER NOT NULL, "
-        "cap INTEGER NOT NULL, reward REAL, arrays BLOB NOT NULL, checksum BLOB NOT NULL)"
+        "cap INTEGER NOT NULL, reward REAL, arrays BLOB NOT NULL, checksum INTEGER NOT NULL)"
     ),
-    "entries_used": "CREATE INDEX entries_used ON entries (replaced IS NULL, used)",
 }
 _ROW = (
     "SELECT format, prompt, slot, step, finish, cap, reward, length, arrays, checksum, entries.id "
@@ -382,7 +381,7 @@ class TrajectoryCache:
             oldest = "id IN (SELECT id FROM entries ORDER BY replaced IS NULL, used LIMIT ?)"
             deleted = self._delete(db, oldest, (max(1, int(rows * _EVICTED_SHARE)),))
             if not deleted:
-                raise sqlite3.DatabaseError("its index names rows that do not exist")
+                raise sqlite3.DatabaseError("its rows are not where their ids lead")
             forgotten += deleted
         return forgotten
 

@@ -235,24 +235,22 @@ def test_header_that_calls_itself_read_only_is_damage(cache):
     assert cache.verify() == (5, 0) and len(damaged(cache)) == 1
 
 
-def test_index_of_rows_that_do_not_exist_does_not_stop_eviction(tmp_path, caplog):
+def test_rows_that_are_not_found_by_their_ids_do_not_stop_eviction(tmp_path, caplog):
     with TrajectoryCache(tmp_path, SETTINGS, max_mib=0.1) as cache:
         cache.put_many(rows_of(40, length=100))
-        for statements in (
-            ["CREATE TABLE aside AS SELECT * FROM sqlite_master WHERE name = 'entries_used'",
-             "DELETE FROM sqlite_master WHERE name = 'entries_used'"],
-            ["DELETE FROM entries WHERE id <= 20",
-             "INSERT INTO sqlite_master SELECT * FROM aside",
-             "DROP TABLE aside"],
-        ):  # fmt: skip
-            db = raw(cache)
-            db.execute("PRAGMA writable_schema = ON")
-            for statement in statements:
-                db.execute(statement)
-            db.close()
-        newer = rows_of(5, step=2, length=5000)
-        cache.put_many(newer)
-        assert "names rows that do not exist" in caplog.text and len(damaged(cache)) == 1
+        db = raw(cache)
+        root = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'entries'").fetchone()[0]
+        size = db.execute("PRAGMA page_size").fetchone()[0]
+        db.close()
+        content = bytearray(cache.path.read_bytes())
+        page = memoryview(content)[(root - 1) * size : root * size]
+        (cell,) = struct.unpack(">H", page[12:14])
+        # Two leaves, of lower and of higher ids: the one is where the other should be.
+        assert page[0] == 5 and page[3:5] == b"\0\1"
+        page[8:12], page[cell : cell + 4] = bytes(page[cell : cell + 4]), bytes(page[8:12])
+        cache.path.write_bytes(content)
+        cache.put_many([make_trajectory((i,), length=5000) for i in range(40, 45)])
+        assert "not where their ids lead" in caplog.text and len(damaged(cache)) == 1
         assert cache.verify() == (len(cache), 0)
 
 
@@ -487,7 +485,7 @@ FOREIGN = {
         "UPDATE sqlite_master SET rowid = rowid + 100 WHERE tbl_name = 'entries'",
     ),
     "one table more": lambda path: our_schema_but(path, "CREATE TABLE more (a)"),
-    "one index less": lambda path: our_schema_but(path, "DROP INDEX entries_used"),
+    "one table less": lambda path: our_schema_but(path, "DROP TABLE payloads"),
     "first format": lambda path: our_schema_but(
         path,
         "CREATE INDEX entries_step ON entries (step)",
@@ -497,6 +495,11 @@ FOREIGN = {
     ),
     "name that is not text": lambda path: our_schema_but(
         path, "UPDATE sqlite_master SET name = CAST(name AS BLOB) WHERE name = 'entries'"
+    ),
+    "second format": lambda path: our_schema_but(
+        path,
+        "CREATE INDEX entries_used ON entries (replaced IS NULL, used)",
+        "UPDATE sqlite_master SET sql = replace(sql, 'checksum INTEGER', 'checksum BLOB')",
     ),
     "no fingerprint": lambda path: our_schema_but(path, "DELETE FROM meta"),
     "fingerprint of another type": lambda path: our_schema_but(path, "UPDATE meta SET value = '[1, 2]'"),
