@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import statistics
+from bisect import bisect_right
 from collections import defaultdict
 from itertools import accumulate
 from pathlib import Path
@@ -76,10 +77,11 @@ def write_summary(output: Path, command: str, commit: str | None = None) -> None
     For each setting: `step` and `drift`, means over the steps from the second epoch on, of all seeds; `curves`, for
     each seed what the policy is expected to earn after each step (`policy`, where the task has worked solutions), the
     mean reward of its samples, and the seconds until then; `final`, mean and standard deviation over seeds of the last
-    steps; `at_step`, the same after a quarter, half, three quarters of the steps; `learned`, steps, seconds and
-    generated tokens until the curve reaches 80% and 90% of plain's final value, each seed's own (`null` where it does
-    not). `against_plain` are ratios above 1 where the setting is better: of these, where all seeds got there in both,
-    and of the seconds of a rollout and of a step and the tokens generated, each step.
+    steps; `at_step`, the same after a quarter, half, three quarters of the steps; `at_seconds`, the same of the last
+    two steps when the quickest of all finished runs was through; `learned`, steps, seconds and generated tokens until
+    the curve reaches 80% and 90% of plain's final value, each seed's own (`null` where it does not). `against_plain`
+    are ratios above 1 where the setting is better: of these, where all seeds got there in both, and of the seconds of a
+    rollout and of a step and the tokens generated, each step.
 
     Args:
         output (`Path`): the `--output` of the runs.
@@ -91,6 +93,7 @@ def write_summary(output: Path, command: str, commit: str | None = None) -> None
     runs = {name: seeds for name in sorted(p.name for p in output.iterdir()) if (seeds := _load(output / name))}
     settings = {name: _setting(output / name, seeds) for name, seeds in runs.items()}
     warmed = output / "warm_model" / "warm_up.json"
+    _compare_at_once(settings)
     if "plain" in settings:
         for setting in settings.values():
             _compare(setting, settings["plain"])
@@ -189,6 +192,20 @@ def _curve(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
     if "policy/expected_reward" in steps[0]:
         curve["policy"] = [entry["policy/expected_reward"] for entry in steps]
     return curve
+
+
+def _compare_at_once(settings: dict[str, dict[str, Any]]) -> None:
+    """Where each run was when the quickest one had finished: the mean of its last two steps until then."""
+    end = min((s["curves"][seed]["seconds"][-1] for s in settings.values() for seed in s["finished"]), default=math.inf)
+    for setting in settings.values():
+        curves = [curve for curve in setting["curves"].values() if curve["seconds"][-1] >= end]
+        made = [max(1, bisect_right(curve["seconds"], end)) for curve in curves]
+        if curves:
+            rewards = [
+                statistics.mean(curve[setting["measured"]][:steps][-2:])
+                for curve, steps in zip(curves, made, strict=True)
+            ]
+            setting["at_seconds"] = {"seconds": end, **_spread(rewards)}
 
 
 def _compare(setting: dict[str, Any], plain: dict[str, Any]) -> None:

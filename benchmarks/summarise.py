@@ -351,16 +351,20 @@ def _replayed(results: Path) -> str:
     return f"{commands}\n\n{_markdown(lines)}\n\n![Seconds of a rollout stage, plain and with reuse](replay.png)"
 
 
+def _reward(spread: dict[str, float]) -> str:
+    return f"{spread['mean']:.3f}" + (f" ± {spread['sd']:.3f}" if spread["seeds"] > 1 else "")
+
+
 def _trained(results: Path) -> str:
     path = results / "train-h200" / "summary.json"
     if not path.exists():
         return "Not measured yet."
     summary = json.loads(path.read_text())
     head = ["run", "seeds", "tokens", "generated", "reused", "rollout, s", "old log-probs, s", "update, s", "step, s"]
-    lines = [[*head, "reward at the end", "seconds to 90%"]]
+    at = next(setting["at_seconds"]["seconds"] for setting in summary["settings"].values() if "at_seconds" in setting)
+    lines = [[*head, f"reward after {at:.0f} s", "at the end", "seconds to 90%"]]
     for name, setting in summary["settings"].items():
-        step, final = setting["step"], setting["final"]
-        spread = f" ± {final['sd']:.3f}" if final["seeds"] > 1 else ""
+        step = setting["step"]
         took = [f"{seconds:.0f}" if seconds else "-" for seconds in setting["learned"]["0.9"]["seconds"]]
         lines.append(
             [
@@ -369,7 +373,8 @@ def _trained(results: Path) -> str:
                 *(f"{step[kind]:,.0f}" for kind in ("tokens", "generated")),
                 f"{step.get('reused_share', 0.0):.0%}",
                 *(f"{step[stage]:.3g}" for stage in ("rollout_s", "old_logprobs_s", "update_s", "step_s")),
-                f"{final['mean']:.3f}{spread}" + ("" if setting["finished"] else " (cut off)"),
+                _reward(setting["at_seconds"]) if "at_seconds" in setting else "",
+                _reward(setting["final"]) + ("" if setting["finished"] else " (cut off)"),
                 ", ".join(took),
             ]
         )
