@@ -11,9 +11,14 @@ from specrl_plugins.pruning.discrimination import auc
 
 
 class TrackRecord:
-    """What was said of the `WINDOW` most recent rows before their reward was known, and what became of them."""
+    """What was said of recent rows before their reward was known, and what became of them.
 
-    WINDOW = 2048
+    These are the rows of the last `STEPS` steps, and at least the last `ROWS`: with large steps, two of them would
+    leave it to chance whether a head is seen to be better than chance.
+    """
+
+    ROWS = 2048
+    STEPS = 8
 
     def __init__(self):
         self._rows: dict[str, NDArray] = {
@@ -23,8 +28,10 @@ class TrackRecord:
             "weights": np.zeros(0),
             "control": np.zeros(0, np.bool_),
             "groups": np.zeros(0, np.int64),
+            "steps": np.zeros(0, np.int64),
         }
         self._groups = 0
+        self._steps = 0
         self._surprise = 0.0
 
     def add(
@@ -47,9 +54,13 @@ class TrackRecord:
             "weights": weights,
             "control": control,
             "groups": self._groups + groups,  # the same prompt at another step is another group
+            "steps": np.full(len(labels), self._steps),
         }
         self._groups += int(groups.max()) + 1
-        self._rows = {name: np.concatenate([old, new[name]])[-self.WINDOW :] for name, old in self._rows.items()}
+        self._steps += 1
+        rows = {name: np.concatenate([old, new[name]]) for name, old in self._rows.items()}
+        recent = int((rows["steps"] >= self._steps - self.STEPS).sum())
+        self._rows = {name: values[-max(recent, self.ROWS) :] for name, values in rows.items()}
         self._measure()
 
     @property
@@ -58,8 +69,7 @@ class TrackRecord:
 
         Every row counts once here: of rows with given scores that are alike in having ended, chance decides which
         survive, so that under the hypothesis that labels do not depend on scores, those of survivors do not either.
-        Weights would make an honest estimate of
-        the AUC over all rows, as in the metrics, and a test that sees less.
+        Weights would make an honest estimate of the AUC over all rows, as in the metrics, and a test that sees less.
         """
         return self._surprise
 
@@ -84,11 +94,15 @@ class TrackRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """All rows, as plain numbers."""
-        return {"rows": {name: values.tolist() for name, values in self._rows.items()}, "groups": self._groups}
+        return {
+            "rows": {name: values.tolist() for name, values in self._rows.items()},
+            "groups": self._groups,
+            "steps": self._steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rows = {name: np.array(state["rows"][name], old.dtype) for name, old in self._rows.items()}
-        self._groups = state["groups"]
+        self._groups, self._steps = state["groups"], state["steps"]
         self._measure()
 
     def _measure(self) -> None:
