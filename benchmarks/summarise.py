@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 REPLAYED = "spec-rl-512-rows-0.67-reused-900-tokens"  # the setting that the figures of the replay are of
+MOST_REPLAYED = "spec-rl-2048-rows-0.67-reused-900-tokens"
 REPLAY_COMMAND = "python benchmarks/replay_rollouts.py --output benchmarks/results/replay-h200"
 
 Path_ = tuple[str | int, ...]
@@ -56,8 +57,8 @@ class Place:
         return None
 
 
-def _replay(name: str) -> Place:
-    return Place("replay-h200", ("settings", REPLAYED, "ratios", name))
+def _replay(name: str, setting: str = REPLAYED) -> Place:
+    return Place("replay-h200", ("settings", setting, "ratios", name))
 
 
 def _trl(plain: Path_, reuse: Path_) -> Place:
@@ -90,6 +91,16 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
         "the same, verified by the engine",
         ">= 2.2",
         [_replay("rollout_speedup_engine"), _trl(("plain", "warm", "rollout_s"), ("engine", "warm", "rollout_s"))],
+    ),
+    "rollout_speedup_2048": (
+        "as `rollout_speedup`, with 2,048 responses at once in place of 512",
+        ">= 2.2",
+        [_replay("rollout_speedup_trainer", MOST_REPLAYED)],
+    ),
+    "rollout_speedup_2048_engine": (
+        "the same, verified by the engine",
+        ">= 2.2",
+        [_replay("rollout_speedup_engine", MOST_REPLAYED)],
     ),
     "limit_share": (
         "prefill of the drafts and decoding of the missing tokens, both bare / our rollout stage, trainer",
