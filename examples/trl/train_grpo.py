@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import reasoning_gym
 from datasets import Dataset
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer
 
@@ -53,13 +53,18 @@ def main(task: TaskArguments, args: SpecGRPOConfig, model: ModelConfig) -> None:
             for answers, index in zip(found, problem, strict=True)
         ]
 
+    args.model_init_kwargs = dict(
+        revision=model.model_revision, attn_implementation=model.attn_implementation, dtype=model.dtype
+    ) | (args.model_init_kwargs or {})
     trainer = SpecGRPOTrainer(
         model=model.model_name_or_path,
         args=args,
         reward_funcs=correctness,
         train_dataset=dataset,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model(args.output_dir)
 
 
