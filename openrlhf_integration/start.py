@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from openrlhf_integration.cache_actor import Rules, start_cache
 from specrl_plugins import Fingerprint
-from specrl_plugins.fingerprint import content_hash
+from specrl_plugins.fingerprint import tokenizer_hash
 from specrl_plugins.pruning import Pruner
 
 
@@ -81,7 +81,7 @@ def fingerprint_of(model: str, use_fast: bool) -> Fingerprint:
     vocabulary = tokenizer.get_vocab()
     return Fingerprint(
         model=str(model),
-        tokenizer=content_hash(vocabulary),
+        tokenizer=tokenizer_hash(tokenizer),
         # Embeddings are often padded beyond the tokenizer; an engine refuses such an id in a prompt.
         vocab_size=min(config.get_text_config().vocab_size, max(vocabulary.values()) + 1),
         scorer="vllm",

@@ -7,6 +7,9 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+# Letters, digits, spaces and signs, as tokenizers treat them differently.
+_TEXT = "The ANSWER is 1,234.5 = x^2 - 67\t(isn't it?)\n\n  naïve, 東京 🙂"
+
 
 class FingerprintMismatch(ValueError):
     """A cache was made under other settings than those it is opened with."""
@@ -18,8 +21,8 @@ class Fingerprint:
 
     Args:
         model (`str`): name or path of the model.
-        tokenizer (`str`): content hash of the tokenizer, see [`content_hash`].
-        vocab_size (`int`): rows of the model's embedding.
+        tokenizer (`str`): hash of what turns text into ids and back, see [`tokenizer_hash`].
+        vocab_size (`int`): rows of the model's embedding or ids of the tokenizer, whichever are fewer.
         scorer (`str`): what computes the stored log-probs, since those of two backends differ by rounding.
         sampling (`dict[str, Any]`): every setting that shapes what is sampled (temperature, top-p, end tokens, ...);
             values that JSON can hold.
@@ -60,6 +63,18 @@ class Fingerprint:
         ]
 
 
-def content_hash(content: Any) -> str:
-    """Hash of anything that JSON can hold, equal for equal content."""
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of what determines how a tokenizer turns text into ids and back, equal in every process.
+
+    What tokenizers of the `tokenizers` library do is all in their serialisation, padding and truncation aside: each
+    call may set these anew. Of others their class, vocabulary and the ids of a text of every kind are known.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): a tokenizer of transformers.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        content = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
+    else:
+        content = [type(tokenizer).__qualname__, tokenizer.get_vocab(), tokenizer.encode(_TEXT)]
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -36,7 +36,7 @@ from specrl_plugins import (
     VerificationGuard,
     prompt_key,
 )
-from specrl_plugins.fingerprint import content_hash
+from specrl_plugins.fingerprint import tokenizer_hash
 from specrl_plugins.no_cache import NoCache
 from specrl_plugins.pruning import GroupPruning, Pruner
 from trl_integration.callback import SpecRolloutCallback, load_pruner
@@ -172,7 +172,7 @@ class SpecRolloutMixin:
         vocabulary = self._tokenizer.get_vocab()
         return Fingerprint(
             model=str(self.model.config.name_or_path),
-            tokenizer=content_hash(vocabulary),
+            tokenizer=tokenizer_hash(self._tokenizer),
             # Embeddings are often padded beyond the tokenizer; an engine refuses such an id in a prompt.
             vocab_size=min(self.model.config.get_text_config().vocab_size, max(vocabulary.values()) + 1),
             scorer="trainer" if self.args.spec_verifier == "trainer" else "vllm",
