@@ -16,14 +16,17 @@ import pytest
 
 pytest.importorskip("trl")
 
+import numpy as np
 import torch
 import trl
 import truncation
 from conftest import build_tiny_model
 from datasets import Dataset
 from disk import full_disk
+from tokenizers import pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -33,6 +36,7 @@ from transformers import (
 )
 from trl_runs import (
     PROMPTS,
+    SHIFT,
     CheckedGRPOTrainer,
     CheckedRLOOTrainer,
     RecordedReward,
@@ -40,6 +44,8 @@ from trl_runs import (
     history,
     reward_digits,
     settings,
+    shifted,
+    stored_beyond_policy,
 )
 
 from specrl_plugins import FingerprintMismatch, TrajectoryCache, report
@@ -215,6 +221,27 @@ def test_rloo_reuses_and_stores_what_its_own_pass_computed(tiny_model, tmp_path,
     assert trainer.spec_rollout.total.reused_tokens > 0
     # Rows that were reused whole were not computed a second time.
     assert (trainer.spec_rollout.total.spared_s > 0) == (trainer.spec_rollout.total.full_reuse_rows > 0)
+
+
+# With the last one TRL makes no pass for the old log-probs: what was noted while sampling is stored.
+@pytest.mark.parametrize(
+    ("ours", "plain", "config", "changes", "stored", "ratio"),
+    [
+        (SpecRLOOTrainer, trl.RLOOTrainer, SpecRLOOConfig, dict(), SHIFT, 0),
+        (SpecGRPOTrainer, trl.GRPOTrainer, SpecGRPOConfig, dict(steps_per_generation=2), SHIFT, 0),
+        (SpecGRPOTrainer, trl.GRPOTrainer, SpecGRPOConfig, dict(spec_refresh_rate=1.0), 0, None),
+    ],
+    ids=["rloo", "unaligned", "no-pass"],
+)
+def test_what_is_compared_comes_from_the_forward_that_computed_what_is_stored(
+    tiny_model, tmp_path, ours, plain, config, changes, stored, ratio
+):
+    args = settings(tmp_path, config, learning_rate=0.0, spec_rule="random", **changes)
+    trainer = build(tiny_model, args, trainer=shifted(ours, plain))
+    trainer.train()
+    np.testing.assert_allclose(stored_beyond_policy(trainer), stored, atol=1e-4)
+    ratios = history(trainer, "spec/log_ratio_mean")
+    assert bool(ratios) == (ratio is not None) and ratios == pytest.approx([ratio] * len(ratios), abs=1e-4)
 
 
 def test_rloo_with_a_cut_support_stores_what_was_sampled_and_leaves_trls_pass_to_trl(tiny_model, tmp_path):
@@ -419,6 +446,27 @@ def test_another_sampling_setting_refuses_the_old_cache(tiny_model, tmp_path):
     build(tiny_model, settings(tmp_path)).train()
     with pytest.raises(FingerprintMismatch, match=r"sampling\.temperature: 1\.0 in the cache, 0\.5 now"):
         build(tiny_model, settings(tmp_path, temperature=0.5))
+
+
+def test_another_model_tokenizer_or_end_token_refuses_the_old_cache(tiny_model, tmp_path):
+    def rebuild(model=tiny_model, **parts):
+        return build(model, settings(tmp_path / "out"), tokenizer=tiny_model, **parts)
+
+    first = rebuild()
+    first.train()
+    rebuild(processing_class=first.processing_class)  # it has padded since
+    rebuild()
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    with pytest.raises(FingerprintMismatch, match=f"\n  model: {tiny_model!r} in the cache, {str(copy)!r} now\n"):
+        rebuild(str(copy))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Digits(individual_digits=False)
+    with pytest.raises(FingerprintMismatch, match=r"\n  tokenizer: '\w+' in the cache, '\w+' now\n"):
+        rebuild(processing_class=tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.generation_config.eos_token_id = [2, 5]
+    with pytest.raises(FingerprintMismatch, match=r"\n  sampling.eos_token_ids: \[2\] in the cache, \[2, 5\] now\n"):
+        rebuild(model)
 
 
 @pytest.mark.parametrize(

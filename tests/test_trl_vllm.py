@@ -11,11 +11,21 @@ pytest.importorskip("vllm")
 
 import numpy as np
 import torch
+import trl
 import trl_tools
 import truncation
 import vllm_cpu
 from conftest import build_tiny_model
-from trl_runs import CheckedGRPOTrainer, CheckedRLOOTrainer, build, history, settings
+from trl_runs import (
+    SHIFT,
+    CheckedGRPOTrainer,
+    CheckedRLOOTrainer,
+    build,
+    history,
+    settings,
+    shifted,
+    stored_beyond_policy,
+)
 
 from specrl_plugins import FingerprintMismatch
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig
@@ -99,6 +109,24 @@ def test_with_a_cut_support_a_policy_that_does_not_change_reuses_everything(tiny
     )
     assert history(trainer, "spec/full_reuse_rate") == [0, 0, 0] + [1] * 6
     assert calls.count("generate") == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(), dict(vllm_importance_sampling_correction=False), dict(spec_verifier="engine")],
+    ids=lambda changes: "-".join(changes) or "default",
+)
+def test_what_is_stored_and_compared_is_the_verifiers(tiny_model, tmp_path, changes):
+    """The trainer's forward is off by a known amount, the engine's is not: either is consistent in itself."""
+    kind, verifier = shifted(SpecGRPOTrainer, trl.GRPOTrainer), changes.get("spec_verifier", "trainer")
+    trainer, _ = run(tiny_model, tmp_path, trainer=kind, learning_rate=0.0, spec_rule="random", **changes)
+    expected = SHIFT if verifier == "trainer" else 0.0
+    np.testing.assert_allclose(stored_beyond_policy(trainer), expected, atol=1e-4)
+    assert history(trainer, "spec/log_ratio_mean") == pytest.approx([0.0] * 6, abs=1e-4)
+    other = {"trainer": "engine", "engine": "trainer"}[verifier]
+    refused = "scorer: 'trainer' in the cache, 'vllm' now" if other == "engine" else "scorer: 'vllm' in the cache"
+    with pytest.raises(FingerprintMismatch, match=refused):
+        run(tiny_model, tmp_path, spec_verifier=other)
 
 
 def test_with_a_cut_support_the_cache_of_the_other_sampling_library_is_refused(tiny_model, tmp_path):

@@ -204,6 +204,34 @@ class CheckedRLOOTrainer(Checked, SpecRLOOTrainer):
     pass
 
 
+SHIFT = -0.3
+
+
+def shifted(trainer, plain):
+    """A trainer of this kind, of TRL's `plain`, whose own forward tells log-probs that are `SHIFT` nats off."""
+
+    class Shifted(plain):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            logprobs, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return logprobs + SHIFT, *others
+
+    return type("ShiftedTrainer", (trainer, Shifted), {})
+
+
+def stored_beyond_policy(trainer):
+    """Every stored log-prob less that of the policy as it is now: at a learning rate of 0, as it always was."""
+    differences = []
+    for prompt in PROMPTS:
+        ids = trainer.processing_class(prompt)["input_ids"]
+        slots = [(prompt_key(ids), slot) for slot in range(trainer.num_generations)]
+        for stored in trainer.spec_rollout.cache.get_many(slots):
+            with torch.no_grad():
+                logits = trainer.model(torch.tensor([ids + stored.tokens.tolist()])).logits[0, len(ids) - 1 : -1]
+            at = np.arange(len(stored.tokens)), stored.tokens
+            differences.append(stored.logprobs - logits.log_softmax(-1).numpy()[at])
+    return np.concatenate(differences)
+
+
 class RecordedReward:
     """The reward of the tiny runs, which also keeps every completion it was asked about."""
 

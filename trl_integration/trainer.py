@@ -425,7 +425,7 @@ class SpecRolloutMixin:
             if scored is None and self.use_vllm and stored_by_trainer:
                 scored = self._score_generated(rollout)
             _count_masked(rollout, output)
-            self.spec_rollout.store(rollout, None if self.args.spec_verifier == "engine" else scored, rewards)
+            self.spec_rollout.store(rollout, scored, rewards)
         return output
 
     def _score_generated(self, rollout: Rollout) -> list[NDArray[np.float32]]:
