@@ -348,6 +348,24 @@ def test_evaluation_neither_reads_nor_writes_the_cache(tiny_model, tmp_path):
     assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("eval_spec")]
 
 
+@pytest.mark.parametrize(
+    "steps",
+    [dict(logging_steps=2, eval_steps=3), dict(logging_steps=100, eval_steps=9), dict(logging_steps=3, eval_steps=3)],
+    ids=["after-the-last-log", "without-a-log", "with-the-last-log"],
+)
+def test_what_came_before_a_last_evaluation_is_logged_too(tiny_model, tmp_path, steps):
+    args = settings(tmp_path, eval_strategy="steps", per_device_eval_batch_size=8, num_generations_eval=4, **steps)
+    trainer = build(tiny_model, args, eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:2]}))
+    trainer.train()
+    total, run = trainer.spec_rollout.total, report.load(tmp_path)
+    assert sum(history(trainer, "spec/generated_tokens")) == total.generated_tokens
+    assert sum(step["generated"] for step in run) == total.generated_tokens
+    assert sum(step["reused"] for step in run) == total.reused_tokens > 0
+    assert sum(step["steps"] for step in run) == 9 and all(step["reward"] and step["step_s"] for step in run)
+    (logged,) = [len(entry) for entry in trainer.state.log_history if "train_runtime" in entry]
+    assert (logged > 20) == (steps["logging_steps"] != 3)  # TRL's own metrics with it, where any were left
+
+
 def test_an_interrupted_step_leaves_nothing_behind(tiny_model, tmp_path):
     calls = []
 
