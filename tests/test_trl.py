@@ -41,6 +41,7 @@ from trl_runs import (
     CheckedRLOOTrainer,
     RecordedReward,
     build,
+    counting_rows,
     history,
     reward_digits,
     settings,
@@ -215,12 +216,14 @@ def test_a_token_that_the_cut_now_leaves_out_ends_the_prefix(tiny_model, tmp_pat
 @pytest.mark.parametrize("changes", [dict(), dict(beta=0.1, temperature=1.3)], ids=["plain", "kl-temperature"])
 def test_rloo_reuses_and_stores_what_its_own_pass_computed(tiny_model, tmp_path, changes):
     args = settings(tmp_path, SpecRLOOConfig, **changes)
-    trainer = build(tiny_model, args, trainer=CheckedRLOOTrainer)
+    trainer = build(tiny_model, args, trainer=counting_rows(CheckedRLOOTrainer, trl.RLOOTrainer))
     trainer.train()
     assert trainer.checked_rows == 9 * 8
-    assert trainer.spec_rollout.total.reused_tokens > 0
+    total = trainer.spec_rollout.total
+    assert total.reused_tokens > 0
     # Rows that were reused whole were not computed a second time.
-    assert (trainer.spec_rollout.total.spared_s > 0) == (trainer.spec_rollout.total.full_reuse_rows > 0)
+    assert total.full_reuse_rows > 0 and total.spared_s > 0
+    assert trainer.computed_rows == total.verified_rows + total.rows - total.full_reuse_rows
 
 
 # With the last one TRL makes no pass for the old log-probs: what was noted while sampling is stored.
@@ -246,10 +249,12 @@ def test_what_is_compared_comes_from_the_forward_that_computed_what_is_stored(
 
 def test_rloo_with_a_cut_support_stores_what_was_sampled_and_leaves_trls_pass_to_trl(tiny_model, tmp_path):
     args = settings(tmp_path, SpecRLOOConfig, **truncation.SETTINGS[-1])
-    trainer = build(tiny_model, args, trainer=CheckedRLOOTrainer)
+    trainer = build(tiny_model, args, trainer=counting_rows(CheckedRLOOTrainer, trl.RLOOTrainer))
     trainer.train()
     assert trainer.checked_rows == 9 * 8
-    assert trainer.spec_rollout.total.reused_tokens > 0 and trainer.spec_rollout.total.spared_s == 0
+    total = trainer.spec_rollout.total
+    assert total.reused_tokens > 0 and total.spared_s == 0
+    assert trainer.computed_rows == total.rows  # verification has a forward of its own
 
 
 @pytest.mark.parametrize(

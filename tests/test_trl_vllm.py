@@ -21,6 +21,7 @@ from trl_runs import (
     CheckedGRPOTrainer,
     CheckedRLOOTrainer,
     build,
+    counting_rows,
     history,
     settings,
     shifted,
@@ -74,17 +75,18 @@ def watch(llm):
     ids=lambda changes: "-".join(changes) or "default",
 )
 def test_reuse_begins_with_the_second_epoch_and_log_probs_are_right(tiny_model, tmp_path, changes):
-    trainer, calls = run(tiny_model, tmp_path, **changes)
+    trainer, calls = run(tiny_model, tmp_path, trainer=counting_rows(CheckedGRPOTrainer, trl.GRPOTrainer), **changes)
     fraction = history(trainer, "spec/reused_token_fraction")
     first_epoch = len(fraction) // 3
     assert fraction[:first_epoch] == [0] * first_epoch
     assert min(fraction[first_epoch:]) > 0
     assert trainer.checked_rows == sum(history(trainer, "spec/draft_hit_rate")) * 8 + first_epoch * 8
+    # What the trainer verified is not computed again, be it TRL that asks for it or what is stored.
+    total, by_engine = trainer.spec_rollout.total, changes.get("spec_verifier") == "engine"
+    assert trainer.computed_rows == total.rows + (0 if by_engine else total.verified_rows - total.full_reuse_rows)
     # Stale weights in the engine would show here.
     assert all(value < 1e-4 for value in history(trainer, "sampling/sampling_logp_difference/max"))
-    assert calls.count("generate") == len(fraction) * (1 if changes.get("spec_verifier") != "engine" else 2) - (
-        first_epoch if changes.get("spec_verifier") == "engine" else 0
-    )
+    assert calls.count("generate") == (2 * len(fraction) - first_epoch if by_engine else len(fraction))
 
 
 @pytest.mark.parametrize("sampling", truncation.SETTINGS[1:], ids=truncation.name)

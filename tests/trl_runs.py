@@ -204,6 +204,21 @@ class CheckedRLOOTrainer(Checked, SpecRLOOTrainer):
     pass
 
 
+def counting_rows(trainer, plain):
+    """A trainer of this kind, of TRL's `plain`, that counts in `computed_rows` those that TRL's forward computes for
+    log-probs of the policy, the loss aside."""
+
+    class Counting(plain):
+        computed_rows = 0
+
+        def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
+            if model is self.model and not torch.is_grad_enabled():
+                self.computed_rows += len(input_ids)
+            return super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+
+    return type("CountingTrainer", (trainer, Counting), {})
+
+
 SHIFT = -0.3
 
 
