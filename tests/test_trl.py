@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -286,6 +287,27 @@ def test_a_base_of_four_bits_with_an_adapter(tiny_model, tmp_path, changes):
     assert trainer.checked_rows == trainer.spec_rollout.total.rows
     fraction = history(trainer, "spec/reused_token_fraction")
     assert sum(fraction) > 0 and min(fraction[len(fraction) // 3 :]) < 1  # the policy moves
+
+
+def test_the_guard_pauses_reuse_that_costs_more_than_it_saves(tiny_model, tmp_path, caplog):
+    class SlowToVerify(CheckedGRPOTrainer):
+        def spec_score(self, prompts, continuations):
+            time.sleep(0.5)  # a whole rollout takes a tenth of that
+            return super().spec_score(prompts, continuations)
+
+    with caplog.at_level(logging.WARNING):
+        trainer = build(tiny_model, settings(tmp_path, num_train_epochs=5, spec_guard=True), trainer=SlowToVerify)
+        trainer.train()
+    # The first epoch has nothing to verify; three batches with drafts are measured, four pause, then it is tried again.
+    assert history(trainer, "spec/paused_rate") == [0] * 6 + [1] * 4 + [0] * 3 + [1] * 2
+    reused = [fraction > 0 for fraction in history(trainer, "spec/reused_token_fraction")]
+    assert reused == [False] * 3 + [True] * 3 + [False] * 4 + [True] * 3 + [False] * 2
+    said = [record.getMessage() for record in caplog.records if "does not pay" in record.getMessage()]
+    assert ["pauses for 4 batches" in message for message in said] == [True, False]
+    assert "pauses for 8 batches" in said[1] and "no prompt has come back" not in caplog.text
+    # Rows that were made in a pause are right and stored as ever.
+    assert trainer.checked_rows == trainer.spec_rollout.total.rows == 15 * 8
+    assert trainer.spec_rollout.cache.stats().newest_step == 15
 
 
 def test_conversational_prompts(tiny_model, tmp_path):
