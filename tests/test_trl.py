@@ -36,11 +36,13 @@ from transformers import (
     TrainerCallback,
 )
 from trl_runs import (
+    METRICS,
     PROMPTS,
     SHIFT,
     CheckedGRPOTrainer,
     CheckedRLOOTrainer,
     RecordedReward,
+    StopAt,
     build,
     counting_rows,
     history,
@@ -48,6 +50,7 @@ from trl_runs import (
     settings,
     shifted,
     stored_beyond_policy,
+    timeless,
 )
 
 from specrl_plugins import FingerprintMismatch, TrajectoryCache, report
@@ -57,20 +60,6 @@ from trl_integration.callback import RUN_LOG, RunLog
 from trl_integration.checks import UnsupportedSetting, check_config
 
 pytestmark = pytest.mark.trl
-
-METRICS = {
-    "reused_token_fraction", "draft_hit_rate", "draft_accept_rate", "full_reuse_rate", "prefix_length_mean",
-    "generated_tokens", "reused_tokens", "log_ratio_mean", "draft_age_mean", "reward_gap", "time/lookup_s",
-    "time/verify_s", "time/generate_s", "time/store_s", "cache_rows", "cache_mib",
-}  # fmt: skip
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
 
 
 def test_reuse_begins_with_the_second_epoch_and_everything_is_logged(tiny_model, tmp_path, capsys):
@@ -128,11 +117,7 @@ def test_flag_off_is_trl_and_flag_on_samples_the_same_first_epoch(
         reward = RecordedReward()
         trainer = build(tiny_model, args, trainer=trainer_class, reward_funcs=reward)
         trainer.train()
-        timeless = [
-            {k: v for k, v in entry.items() if "time" not in k and "per_second" not in k}
-            for entry in trainer.state.log_history
-        ]
-        runs[name] = (reward.completions, timeless)
+        runs[name] = (reward.completions, timeless(trainer))
     assert runs["off"] == runs["plain"]
     assert runs["on"][0][:3] == runs["plain"][0][:3]
     assert runs["on"][0][3:] != runs["plain"][0][3:]

@@ -10,9 +10,8 @@ import pytest
 pytest.importorskip("trl")
 
 import trl_tools
-from test_trl import StopAt
 from trl_pruning import SETTINGS, CheckedPruning, check_counts, pruning_settings, reward_told_at_detection
-from trl_runs import build, history, settings
+from trl_runs import StopAt, build, history, settings
 
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig, SpecRLOOTrainer
 from trl_integration.checks import UnsupportedSetting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 
 import pytest
 
@@ -17,15 +18,19 @@ import truncation
 import vllm_cpu
 from conftest import build_tiny_model
 from trl_runs import (
+    METRICS,
     SHIFT,
     CheckedGRPOTrainer,
     CheckedRLOOTrainer,
+    RecordedReward,
+    StopAt,
     build,
     counting_rows,
     history,
     settings,
     shifted,
     stored_beyond_policy,
+    timeless,
 )
 
 from specrl_plugins import FingerprintMismatch
@@ -39,11 +44,13 @@ def repaired_vllm():
     vllm_cpu.repair()
 
 
-def run(model, output_dir, config=SpecGRPOConfig, trainer=CheckedGRPOTrainer, parts=None, **changes):
-    engine = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=64)
-    trainer = build(model, settings(output_dir, config, **(engine | changes)), trainer=trainer, **(parts or {}))
+ENGINE = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=64)
+
+
+def run(model, output_dir, config=SpecGRPOConfig, trainer=CheckedGRPOTrainer, parts=None, resume=None, **changes):
+    trainer = build(model, settings(output_dir, config, **(ENGINE | changes)), trainer=trainer, **(parts or {}))
     calls = watch(trainer.vllm_generation.llm)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     del trainer.vllm_generation.llm._original
     gc.collect()
     return trainer, calls
@@ -87,6 +94,40 @@ def test_reuse_begins_with_the_second_epoch_and_log_probs_are_right(tiny_model, 
     # Stale weights in the engine would show here.
     assert all(value < 1e-4 for value in history(trainer, "sampling/sampling_logp_difference/max"))
     assert calls.count("generate") == (2 * len(fraction) - first_epoch if by_engine else len(fraction))
+
+
+def test_everything_is_logged_and_a_run_is_resumed(tiny_model, tmp_path, caplog):
+    saved = dict(save_strategy="steps", save_steps=4, vllm_enable_sleep_mode=True)
+    # As if it had been killed after step 7, with checkpoint 4 the last.
+    trainer, _ = run(tiny_model, tmp_path, parts=dict(callbacks=[StopAt(7)]), **saved)
+    logged = {name.removeprefix("spec/") for entry in trainer.state.log_history for name in entry}
+    assert logged >= METRICS | {"time/spared_s", "masked_row_rate"}
+    with caplog.at_level(logging.WARNING):
+        resumed, _ = run(tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-4"), **saved)
+    assert "newer than step 4" in caplog.text
+    hits, reused = (history(resumed, f"spec/{name}")[4:] for name in ("draft_hit_rate", "reused_token_fraction"))
+    assert hits == [1] * 5 and min(reused) > 0  # what the forgotten ones had replaced is back
+    assert resumed.checked_rows == 5 * 8
+
+
+def test_flag_off_is_trl_and_flag_on_samples_the_same_first_epoch(tiny_model, tmp_path):
+    runs = {}
+    for name, trainer_class, config, changes in (
+        ("plain", trl.GRPOTrainer, trl.GRPOConfig, dict()),
+        ("again", trl.GRPOTrainer, trl.GRPOConfig, dict()),
+        ("off", SpecGRPOTrainer, SpecGRPOConfig, dict(use_spec_rollout=False)),
+        ("on", SpecGRPOTrainer, SpecGRPOConfig, dict()),
+    ):
+        reward = RecordedReward()
+        args = settings(tmp_path / name, config, **ENGINE, **changes)
+        trainer = build(tiny_model, args, trainer=trainer_class, reward_funcs=reward)
+        trainer.train()
+        runs[name] = (reward.completions, timeless(trainer))
+    if runs["again"] != runs["plain"]:
+        pytest.skip("TRL itself does not repeat with the engine of this machine")
+    assert runs["off"] == runs["plain"]
+    assert runs["on"][0][:3] == runs["plain"][0][:3]
+    assert runs["on"][0][3:] != runs["plain"][0][3:]
 
 
 @pytest.mark.parametrize("sampling", truncation.SETTINGS[1:], ids=truncation.name)

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 from trl.distributed import DistributedBackend
 
 from specrl_plugins import prompt_key
@@ -24,6 +24,12 @@ CONTINUOUS_BATCHING = dict(
     transformers_continuous_batching_config=dict(block_size=16, num_blocks=32, max_batch_tokens=128),
 )
 PROMPTS = [f"{a}+{b}=?" for a in range(3) for b in range(2)]
+
+METRICS = {
+    "reused_token_fraction", "draft_hit_rate", "draft_accept_rate", "full_reuse_rate", "prefix_length_mean",
+    "generated_tokens", "reused_tokens", "log_ratio_mean", "draft_age_mean", "reward_gap", "time/lookup_s",
+    "time/verify_s", "time/generate_s", "time/store_s", "cache_rows", "cache_mib",
+}  # fmt: skip
 
 
 def reward_digits(completions, **kwargs):
@@ -71,6 +77,14 @@ def build(model, args, trainer=SpecGRPOTrainer, prompts=PROMPTS, tokenizer=None,
 def history(trainer, name):
     """Values of a metric over the steps that logged it."""
     return [entry[name] for entry in trainer.state.log_history if entry.get(name) is not None]
+
+
+def timeless(trainer):
+    """All that a trainer logged, but for what depends on timing."""
+    return [
+        {k: v for k, v in entry.items() if "time" not in k and "per_second" not in k}
+        for entry in trainer.state.log_history
+    ]
 
 
 @contextmanager
@@ -202,6 +216,14 @@ class CheckedGRPOTrainer(Checked, SpecGRPOTrainer):
 
 class CheckedRLOOTrainer(Checked, SpecRLOOTrainer):
     pass
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
 
 
 def counting_rows(trainer, plain):
