@@ -26,6 +26,7 @@ from datasets import Dataset
 from disk import full_disk
 from tokenizers import pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -587,6 +588,63 @@ def test_a_cache_that_would_be_uploaded_is_refused(tmp_path):
     with pytest.raises(UnsupportedSetting, match="push_to_hub"):
         check_config(settings(tmp_path, push_to_hub=True))
     check_config(settings(tmp_path / "out", push_to_hub=True, spec_cache_dir=str(tmp_path / "cache")))
+
+
+def conversations(*columns):
+    prompts = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    return Dataset.from_dict({"prompt": prompts} | {column: [None] * len(prompts) for column in columns})
+
+
+def test_a_model_that_takes_images_is_refused(tiny_model, tmp_path):
+    pytest.importorskip("PIL")
+    from transformers import (
+        CLIPImageProcessorPil,
+        CLIPVisionConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )
+
+    size = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    tower = CLIPVisionConfig(image_size=8, patch_size=4, **size)
+    text = AutoConfig.from_pretrained(tiny_model)
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=tower, text_config=text, image_token_index=0))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    images = CLIPImageProcessorPil(size=dict(shortest_edge=8), crop_size=dict(height=8, width=8))
+    processor = LlavaProcessor(image_processor=images, tokenizer=tokenizer, patch_size=4, image_token="<unk>")
+    with pytest.raises(UnsupportedSetting, match="takes images: pass a tokenizer"):
+        build(model, settings(tmp_path), tokenizer=tiny_model, processing_class=processor)
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_data_sets_with_images_are_refused(tiny_model, tmp_path, column):
+    with pytest.raises(UnsupportedSetting, match=f"column `{column}`"):
+        build(tiny_model, settings(tmp_path), train_dataset=conversations(column))
+
+
+def test_images_in_prompts_are_refused(tiny_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{{ messages[0]['content'][-1]['text'] }}"
+    content = [dict(type="image", image="a.png", text=None), dict(type="text", image=None, text="1+1=?")]
+    dataset = Dataset.from_dict({"prompt": [[dict(role="user", content=content)]] * 2})
+    trainer = build(tiny_model, settings(tmp_path), processing_class=tokenizer, train_dataset=dataset)
+    with pytest.raises(UnsupportedSetting, match="images in prompts"):
+        trainer.train()
+
+
+def test_what_a_tokenizer_returns_beside_ids_is_refused_where_trl_uses_it(tiny_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    with pytest.raises(UnsupportedSetting, match=r"token_type_ids: .* Remove them from its `model_input_names`"):
+        build(tiny_model, settings(tmp_path), processing_class=tokenizer, train_dataset=conversations())
+    streamed = conversations().to_iterable_dataset()  # which is not looked into before it is trained on
+    args = settings(tmp_path, max_steps=3)
+    trainer = build(tiny_model, args, processing_class=tokenizer, train_dataset=streamed)
+    with pytest.raises(UnsupportedSetting, match=r"token_type_ids: .* Remove them from its `model_input_names`"):
+        trainer.train()
+    trainer = build(tiny_model, settings(tmp_path), processing_class=tokenizer)  # not of plain text
+    trainer.train()
+    assert trainer.spec_rollout.total.reused_tokens > 0
 
 
 def test_rollout_functions_are_refused(tiny_model, tmp_path):

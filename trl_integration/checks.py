@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from torch import nn
+from trl import is_conversational
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,14 @@ def _unsupported_distribution(args: Any) -> Iterator[str]:
 def _unsupported_parts(trainer: Any) -> Iterator[str]:
     if trainer._is_vlm:
         yield "a model that takes images: pass a tokenizer as `processing_class`, and a text model."
+    for column in {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ()):
+        yield (
+            f"a data set with a column `{column}`: prompts are known by their token ids, which do not tell images "
+            "apart. Remove the column."
+        )
+    fields = set(trainer._tokenizer.model_input_names) - {"input_ids", "attention_mask"}
+    if fields and not trainer.use_vllm and _is_conversational(trainer.train_dataset):  # TRL drops those of plain text
+        yield made_up(fields)
     if getattr(trainer, "rollout_func", None) is not None:
         yield "`rollout_func`: it bypasses the trainer's own rollout, which is what is reused."
     if any(name.rpartition(".")[2] in _COUNTS_PADDING for name, _ in trainer.model.named_modules()):
@@ -148,6 +157,18 @@ def _unsupported_parts(trainer: Any) -> Iterator[str]:
         for name, value in trainer.model.generation_config.to_diff_dict().items():
             if value and name not in _NOT_SHAPING and not name.startswith(("_", "output_")):
                 yield f"`{name}={value}` in the model's `generation_config`: it may change what is sampled. Unset it."
+
+
+def made_up(fields: Iterable[str]) -> str:
+    """Why a tokenizer that returns these beside the ids is refused."""
+    return (
+        f"a tokenizer that returns {', '.join(sorted(fields))}: these would have to be made up for reused tokens. "
+        "Remove them from its `model_input_names`."
+    )
+
+
+def _is_conversational(dataset: Any) -> bool:
+    return isinstance(dataset, Dataset) and len(dataset) > 0 and is_conversational(dataset[0])
 
 
 def epochs(trainer: Any) -> float | None:

@@ -40,7 +40,7 @@ from specrl_plugins.fingerprint import tokenizer_hash
 from specrl_plugins.no_cache import NoCache
 from specrl_plugins.pruning import GroupPruning, Pruner
 from trl_integration.callback import SpecRolloutCallback, load_pruner
-from trl_integration.checks import UnsupportedSetting, check_config, check_trainer, warn_of_little_use
+from trl_integration.checks import UnsupportedSetting, check_config, check_trainer, made_up, warn_of_little_use
 from trl_integration.config import SpecRolloutArguments
 from trl_integration.continuous_batching import recorded_generate_batch
 from trl_integration.distribution import SampledDistribution
@@ -199,10 +199,12 @@ class SpecRolloutMixin:
             if self.spec_rollout is not None and evaluation:
                 self.model.eval()  # continuous batching ends in training mode, where the next batch would be a rollout
             return output
-        if multimodal_fields and not self.use_vllm:
+        if multimodal_fields and not self.use_vllm:  # of a data set that could not be looked at before
+            raise UnsupportedSetting(f"`use_spec_rollout=True` does not work with {made_up(multimodal_fields)}")
+        if images:
             raise UnsupportedSetting(
-                f"`use_spec_rollout=True` does not work with a tokenizer that returns {', '.join(multimodal_fields)}: "
-                "these would have to be made up for reused tokens."
+                "`use_spec_rollout=True` does not work with images in prompts: these are known by their token ids, "
+                "which do not tell images apart."
             )
         self._rollout = self._roll_out(
             prompt_ids, lambda contexts: single_turn(contexts, images, multimodal_fields, *args, **kwargs)
