@@ -54,11 +54,11 @@ from trl_runs import (
     timeless,
 )
 
-from specrl_plugins import FingerprintMismatch, TrajectoryCache, report
+from specrl_plugins import FingerprintMismatch, RolloutCounts, TrajectoryCache, report
 from specrl_plugins.pruning import PruningSettings
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig, SpecRLOOTrainer
-from trl_integration.callback import RUN_LOG, RunLog
-from trl_integration.checks import UnsupportedSetting, check_config
+from trl_integration.callback import RUN_LOG, RunLog, summary
+from trl_integration.checks import UnsupportedSetting, check_config, epochs, warm_share
 
 pytestmark = pytest.mark.trl
 
@@ -77,9 +77,24 @@ def test_reuse_begins_with_the_second_epoch_and_everything_is_logged(tiny_model,
     assert sum(history(trainer, "spec/generated_tokens")) == total.generated_tokens
     said = capsys.readouterr().out
     assert "log-lenience 0.5" in said and "75% of the rollouts" in said and str(tmp_path / "spec_cache") in said
-    assert f"{total.generated_tokens} tokens generated, {total.reused_tokens} reused" in said
+    assert f"\n{summary(total, trainer.spec_rollout.guard.plain_cost)}\n" in said
     lines = [json.loads(line) for line in (tmp_path / RUN_LOG).read_text().splitlines()]
     assert [line["spec/reused_token_fraction"] for line in lines[:12]] == fraction
+
+
+def test_what_the_summary_of_a_run_says():
+    total = RolloutCounts(
+        completion_tokens=1000, generated_tokens=600, reused_tokens=400, lookup_s=0.5, verify_s=3.0, generate_s=6.0,
+        store_s=1.0, spared_s=2.0,
+    )  # fmt: skip
+    lines = [
+        "Speculative rollouts: 600 tokens generated, 400 reused (40%).",
+        "  generating 6.0 s, verifying 3.0 s (of which 2.0 s spared the trainer), looking up and storing 1.5 s",
+        # Without reuse a token took 15 ms, so all of them 15 s; they took 6 + 3 + 1.5 - 2 s.
+        "  estimated time saved: 6.5 s of 15.0 s, at the 15.00 ms that a token cost without reuse",
+    ]
+    assert summary(total, 0.015).splitlines() == lines
+    assert summary(total, None).splitlines() == lines[:2]
 
 
 @pytest.mark.parametrize(
@@ -784,10 +799,56 @@ def test_dropout_is_warned_about(tmp_path, caplog):
         assert ("disable_dropout" in caplog.text) == (not disable)
 
 
-def test_a_single_epoch_is_warned_about(tiny_model, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        (dict(num_train_epochs=1), True),
+        (dict(num_train_epochs=2), False),
+        (dict(max_steps=3), True),
+        (dict(max_steps=4), False),
+        (dict(max_steps=6, num_iterations=2), True),
+        (dict(num_train_epochs=9, max_steps=3), True),
+    ],
+)
+def test_a_single_epoch_is_warned_about(tiny_model, tmp_path, caplog, changes, warned):
     with caplog.at_level(logging.WARNING):
-        build(tiny_model, settings(tmp_path, num_train_epochs=1))
-    assert "cannot help here" in caplog.text
+        build(tiny_model, settings(tmp_path, **changes))
+    assert ("cannot help here" in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(num_train_epochs=5), 5),
+        (dict(max_steps=6), 2),
+        (dict(max_steps=6, gradient_accumulation_steps=3), 6),
+        (dict(max_steps=6, num_iterations=2), 1),
+        (dict(max_steps=3, num_generations=2, per_device_train_batch_size=12), 3),
+    ],
+)
+def test_how_often_prompts_are_seen_is_what_training_says(tiny_model, tmp_path, changes, expected):
+    trainer = build(tiny_model, settings(tmp_path, learning_rate=0.0, **changes))
+    assert epochs(trainer) == expected
+    trainer.train()
+    assert trainer.spec_rollout.total.rows == expected * len(PROMPTS) * trainer.num_generations
+
+
+@pytest.mark.parametrize(
+    ("epoch", "cached", "share"),
+    [(0, False, 3 / 4), (0, True, 3 / 4), (0.5, True, 3 / 3.5), (2, True, 1), (2, False, 1 / 2), (3, False, 0)],
+)
+def test_the_share_of_rollouts_that_can_reuse(tiny_model, tmp_path, epoch, cached, share):
+    trainer = build(tiny_model, settings(tmp_path, num_train_epochs=4))
+    assert warm_share(trainer, epoch, cached) == pytest.approx(share)
+    assert warm_share(trainer, 4, cached) is None  # nothing is left
+
+
+def test_a_run_that_is_resumed_says_what_it_can_reuse(tiny_model, tmp_path, capsys):
+    common = dict(save_strategy="steps", save_steps=3)
+    build(tiny_model, settings(tmp_path, **common), callbacks=[StopAt(3)]).train()
+    capsys.readouterr()
+    build(tiny_model, settings(tmp_path, **common)).train(resume_from_checkpoint=True)
+    assert "(24 trajectories); 100% of the rollouts" in capsys.readouterr().out
 
 
 def test_all_settings_are_command_line_flags():
