@@ -780,6 +780,33 @@ def test_prompts_that_change_every_epoch_are_warned_about(tiny_model, tmp_path, 
     assert "no prompt has come back" in caplog.text
 
 
+class Unscored(trl.RLOOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        logprobs, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return logprobs if torch.is_grad_enabled() else logprobs * torch.nan, *others
+
+
+class UnscoredRLOOTrainer(SpecRLOOTrainer, Unscored):
+    """The pass for the old log-probs finds none; TRL's loss is spared that."""
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        logprobs, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return logprobs.nan_to_num(), *others
+
+
+@pytest.mark.parametrize("trouble", ["log-probs", "disk"])
+def test_prompts_are_not_blamed_where_nothing_was_stored(tiny_model, tmp_path, caplog, capsys, trouble):
+    with ExitStack() as disk, caplog.at_level(logging.WARNING):
+        kind = SpecRLOOTrainer if trouble == "disk" else UnscoredRLOOTrainer
+        trainer = build(tiny_model, settings(tmp_path, SpecRLOOConfig), trainer=kind)
+        if trouble == "disk":
+            trainer.add_callback(_OnBegin(lambda: disk.enter_context(full_disk())))
+        trainer.train()
+    assert trainer.spec_rollout.total.unstored_rows == trainer.spec_rollout.total.rows == 9 * 8
+    assert "40 of 40 completions were not cached" in caplog.text
+    assert "no prompt has come back" not in caplog.text
+
+
 def test_dropout_is_warned_about(tmp_path, caplog):
     tokenizer = build_tiny_model(tmp_path / "model")
     for disable in (False, True):

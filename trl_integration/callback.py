@@ -156,6 +156,15 @@ class SpecRolloutCallback(RunLog):
             and not total.paused_rows
         ):
             self._warned_no_draft = True
+            if 2 * total.unstored_rows > total.rows:  # the prompts may well have come back
+                logger.warning(
+                    "After %.1f epochs nothing can be reused: %d of %d completions were not cached. Their log-probs "
+                    "were not finite (have the weights diverged?), or the disk refused them.",
+                    state.epoch,
+                    total.unstored_rows,
+                    total.rows,
+                )
+                return
             logger.warning(
                 "After %.1f epochs no prompt has come back with the same token ids, so nothing can be reused. Does the "
                 "data set change its prompts (shuffled options, random examples)?",
