@@ -94,7 +94,7 @@ def prompt_ids(prompt: int) -> list[int]:
 class Prepared:
     """An engine that has its answers ready."""
 
-    max_context = None
+    max_context = max_scored = None
 
     def __init__(self, language: Language, drafts: Sequence[Trajectory]):
         # The policy moved a little everywhere, and far at one token in seven hundred.

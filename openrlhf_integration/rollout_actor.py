@@ -231,6 +231,7 @@ class SpecRolloutActor(plain(RolloutRayActor)):
             sample.response.count_reward(reward, sample.counts)
             trajectory = sample.response.trajectory(sample.cap, sample.step, reward=reward)
             if trajectory is None:
+                sample.counts.nonfinite_rows += 1
                 sample.counts.unstored_rows += 1
             else:
                 made.append((sample, trajectory))

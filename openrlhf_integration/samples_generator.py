@@ -22,7 +22,7 @@ from openrlhf_integration.cache_actor import CacheSize, Rules, running_cache
 from openrlhf_integration.rollout_actor import COUNTS_KEY
 from specrl_plugins import RolloutCounts, VerificationGuard
 from specrl_plugins.ledger import RolloutLedger
-from specrl_plugins.rollout import refuse_broken_scorer
+from specrl_plugins.rollout import refuse_broken_sampler, refuse_broken_scorer
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class SpecSamplesGenerator(SamplesGenerator):
                 refuse_broken_scorer(self._counts)
                 share_out_seconds(self._counts, time.perf_counter() - start)
                 self.ledger.observe(self._counts)
+                refuse_broken_sampler(self._counts)
             *_, exhausted = batch
             self._epochs += exhausted
             if exhausted:
@@ -113,6 +114,8 @@ class SpecSamplesGenerator(SamplesGenerator):
 
     def _warn_without_drafts(self) -> None:
         total = self.ledger.total
+        if total.mostly_unstored:  # that is why, and the ledger says so
+            return
         if self._reuse and self._epochs == 2 and not total.draft_rows and not total.paused_rows:
             logger.warning(
                 "After %d epochs no prompt has come back with the same token ids, so nothing can be reused. Does the "

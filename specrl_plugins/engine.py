@@ -32,7 +32,12 @@ class Engine(Protocol):
 
     @property
     def max_context(self) -> int | None:
-        """Most tokens of prompt and response together that it can score and continue; `None` if unlimited."""
+        """Most tokens of prompt and response together; `None` if unlimited."""
+        ...
+
+    @property
+    def max_scored(self) -> int | None:
+        """Most tokens of prompt and draft together that it can score, at most `max_context`; `None` if unlimited."""
         ...
 
     def score(self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]) -> list[NDArray]:

@@ -11,8 +11,24 @@ from specrl_plugins.metrics import RolloutCounts
 
 logger = logging.getLogger(__name__)
 
-# Batches in a row with nothing or everything reused, after which a warning is due.
+# Batches in a row with nothing or everything reused, or nothing stored, after which a warning is due.
 _ONE_SIDED_BATCHES = 5
+
+# What kept all drafts of a batch from being reused, or all responses from being stored, by what counts them.
+_NOT_REUSED = {
+    "verified_rows": "every draft was rejected from its first token on. Verifying is in vain: is the learning rate "
+    "very high, or the scorer not the one of the cache?",
+    "dropped_length": "prompts leave no room in the context of the engine that scores. Give it a longer context, or "
+    "use shorter prompts.",
+    "dropped_vocabulary": "drafts hold token ids that the model does not have. Does another model write to this cache?",
+    "dropped_nonfinite": "drafts have log-probs that are NaN or infinite under the current policy. The model or the "
+    "engine that scores is broken (diverged weights?).",
+}
+_NOT_STORED = {
+    "nonfinite_rows": "their log-probs are NaN or infinite. The model, or the engine that samples or scores, is broken "
+    "(diverged weights?).",
+    "refused_rows": "the cache could not be written. An earlier warning says why (a full disk?).",
+}
 
 
 class Stored(Protocol):
@@ -45,7 +61,7 @@ class RolloutLedger:
         self.guard = guard or VerificationGuard()
         self.total = RolloutCounts()
         self._since_taken = RolloutCounts()
-        self._one_sided = 0  # batches in a row whose drafts were all reused; below 0: all rejected
+        self._all_reused, self._none_reused, self._none_stored = _Streak(), _Streak(), _Streak()
 
     def observe(self, counts: RolloutCounts) -> None:
         """Add up the counts of a batch that is stored; the guard looks at them."""
@@ -71,16 +87,35 @@ class RolloutLedger:
 
     def _watch(self, counts: RolloutCounts) -> None:
         """Say so where reuse has silently stopped working, or nothing new is sampled any more."""
-        if not counts.verified_rows:
-            return
-        side = {0: -1, counts.completion_tokens: 1}.get(counts.reused_tokens, 0)
-        self._one_sided = self._one_sided + side if self._one_sided * side > 0 else side
-        if abs(self._one_sided) == _ONE_SIDED_BATCHES:
+        if self._none_stored.is_due(counts, counts.unstored_rows >= counts.rows > 0):
+            reason = self._none_stored.main_reason(_NOT_STORED)
+            logger.warning("In %d batches in a row no response was stored: %s", _ONE_SIDED_BATCHES, reason)
+        if not counts.verified_rows + counts.dropped_drafts:
+            return  # no drafts, or none that the refresh rate and the carry-over limit left
+        if self._none_reused.is_due(counts, not counts.reused_tokens):
+            reason = self._none_reused.main_reason(_NOT_REUSED)
+            logger.warning("In %d batches in a row nothing was reused: %s", _ONE_SIDED_BATCHES, reason)
+        if self._all_reused.is_due(counts, counts.reused_tokens == counts.completion_tokens):
             logger.warning(
-                "In %d batches in a row %s. %s",
+                "In %d batches in a row all was reused. Nothing new is sampled: raise the refresh rate, set a "
+                "carry-over limit or lower the lenience.",
                 _ONE_SIDED_BATCHES,
-                "every draft was rejected from its first token on" if not counts.reused_tokens else "all was reused",
-                "Verifying is in vain: is the learning rate very high, or the scorer not the one of the cache?"
-                if not counts.reused_tokens
-                else "Nothing new is sampled: raise the refresh rate, set a carry-over limit or lower the lenience.",
             )
+
+
+class _Streak:
+    """Batches in a row of one kind, and their counts."""
+
+    def __init__(self) -> None:
+        self._batches = 0
+        self._counts = RolloutCounts()
+
+    def is_due(self, counts: RolloutCounts, is_one: bool) -> bool:
+        """Take a batch into account; whether it makes the streak long enough for a warning, which it does once."""
+        self._batches = self._batches + 1 if is_one else 0
+        self._counts = self._counts + counts if is_one else RolloutCounts()
+        return self._batches == _ONE_SIDED_BATCHES
+
+    def main_reason(self, texts: dict[str, str]) -> str:
+        """The text of the largest of its counts, by the names of these."""
+        return texts[max(texts, key=lambda name: getattr(self._counts, name))]

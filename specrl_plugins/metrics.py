@@ -53,11 +53,13 @@ class RolloutCounts:
     dropped_vocabulary: int = 0
     """Drafts left aside for a token id outside the model's vocabulary."""
     dropped_length: int = 0
-    """Drafts left aside because prompt and draft exceed the engine's context."""
+    """Drafts left aside because the prompt leaves no room for them in what the engine can score."""
     dropped_nonfinite: int = 0
     """Drafts left aside for a log-prob under the current policy that is NaN or infinite."""
     unstored_rows: int = 0
-    """Responses that were not cached: a log-prob is not a number, or the disk refused."""
+    """Responses that were not cached: a log-prob is no number, or the disk refused."""
+    nonfinite_rows: int = 0
+    """Of these, those whose log-probs are NaN or infinite."""
     corrected_rows: int = 0
     """Rows that the trainer corrects for having been sampled by another policy."""
     masked_rows: int = 0
@@ -100,6 +102,21 @@ class RolloutCounts:
         return spent - self.spared_s
 
     @property
+    def dropped_drafts(self) -> int:
+        """Drafts that could not be used."""
+        return self.dropped_vocabulary + self.dropped_length + self.dropped_nonfinite
+
+    @property
+    def refused_rows(self) -> int:
+        """Responses that the disk refused."""
+        return self.unstored_rows - self.nonfinite_rows
+
+    @property
+    def mostly_unstored(self) -> bool:
+        """Whether more than half of the responses were not cached, and cannot come back as drafts."""
+        return 2 * self.unstored_rows > self.rows
+
+    @property
     def trained_tokens(self) -> int:
         """Tokens of the responses that are trained on."""
         return self.completion_tokens - self.given_up_tokens
@@ -139,7 +156,7 @@ class RolloutCounts:
         metrics = {
             "spec/generated_tokens": float(self.generated_tokens),
             "spec/reused_tokens": float(self.reused_tokens),
-            "spec/dropped_drafts": float(self.dropped_vocabulary + self.dropped_length + self.dropped_nonfinite),
+            "spec/dropped_drafts": float(self.dropped_drafts),
             "spec/unstored_rows": float(self.unstored_rows),
             "spec/time/lookup_s": self.lookup_s,
             "spec/time/verify_s": self.verify_s,

@@ -56,8 +56,6 @@ async def roll_out(
     """
     counts = RolloutCounts(rows=1)
     if draft is not None:
-        if engine.max_scored is not None:  # what cannot be scored of a draft is sampled again
-            draft = draft.head(engine.max_scored - len(response.prompt))
         response.offer(draft, policy, vocab_size, cap, step, engine.max_scored, counts)
     if response.draft is not None:
         with timed(counts, "verify_s"):

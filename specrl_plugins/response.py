@@ -27,7 +27,8 @@ class Response:
         prompt (`list[int]`): token ids of the prompt.
         key (`bytes`), slot (`int`): what the row is stored under.
         draft (`Trajectory`, *optional*): the past response that is verified.
-        draft_tokens (`NDArray[np.int32]` of shape `(draft tokens,)`): that response, cut to the cap of today.
+        draft_tokens (`NDArray[np.int32]` of shape `(draft tokens,)`): that response, cut to the cap of today
+            and to what can be scored.
         draft_logprobs (`NDArray[np.float32]` of shape `(draft tokens,)`): log q of the draft, nats, once scored; minus
             infinity for a token that the current policy cannot sample.
         prefix (`int`): how many of the draft's tokens are reused.
@@ -59,25 +60,25 @@ class Response:
         vocab_size: int,
         cap: int,
         step: int,
-        max_context: int | None,
+        max_scored: int | None,
         counts: RolloutCounts,
     ) -> None:
-        """Take what the cache holds as the draft, where it can be used."""
+        """Take what the cache holds as the draft, where it can be used, up to the cap and to what can be scored."""
         # A batch of this very step may have met the prompt too: its responses are this policy's, not past ones.
         if draft.step >= step:
             return
         counts.draft_rows += 1
-        tokens = draft.tokens[:cap]
+        room = cap if max_scored is None else min(cap, max_scored - len(self.prompt))
         if policy.refreshes(self.key, self.slot, step):
             counts.refreshed_rows += 1
         elif policy.outlived(draft.ages):
             counts.outlived_rows += 1
-        elif int(tokens.max()) >= vocab_size:
-            counts.dropped_vocabulary += 1
-        elif max_context is not None and len(self.prompt) + len(tokens) > max_context:
+        elif room < 1:
             counts.dropped_length += 1
+        elif int(draft.tokens[:room].max()) >= vocab_size:
+            counts.dropped_vocabulary += 1
         else:
-            self.draft, self.draft_tokens = draft, tokens
+            self.draft, self.draft_tokens = draft, draft.tokens[:room]
 
     def take_scores(self, logprobs: NDArray, counts: RolloutCounts) -> None:
         """Keep the draft's log-probs under the current policy; drop the draft where one of them is no log-prob."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # it needs PyTorch
 
 logger = logging.getLogger(__name__)
 
-# Above this share of drafts whose scores are no log-probs, over at least so many, something is broken.
+# Above this share of rows whose log-probs are none, over at least so many, something is broken.
 _NONFINITE_SHARE, _NONFINITE_ROWS = 0.5, 16
 
 
@@ -116,7 +116,7 @@ class SpeculativeRollout(RolloutLedger):
             for row, slot in zip(rows, self._slots([keys[row] for row in rows]), strict=True)
         ]
         with timed(counts, "lookup_s"):
-            self._look_up(responses, cap, step, engine.max_context, counts)
+            self._look_up(responses, cap, step, engine.max_scored, counts)
         with timed(counts, "verify_s"):
             self._verify(responses, engine, counts)
             self._accept(responses, cap, step)
@@ -158,6 +158,10 @@ class SpeculativeRollout(RolloutLedger):
                 Log-probs of the responses by the scorer, nats, where they are better known than while generating.
             rewards (`Sequence[float]` of length `batch`, *optional*):
                 Their rewards; NaN for a row that has none.
+
+        Raises:
+            ValueError: most responses have log-probs that are no log-probs: a broken policy or engine. The others are
+                stored.
         """
         counts = rollout.counts
         if rewards is not None:
@@ -168,7 +172,9 @@ class SpeculativeRollout(RolloutLedger):
         if not isinstance(self.cache, NoCache):
             self._put(rollout, logprobs, rewards)
         # Once all ranks are here, all have stored: no look-up for a later step can come too early.
-        self.observe(totals(self.ranks.gather(counts)))
+        total = totals(self.ranks.gather(counts))
+        self.observe(total)
+        refuse_broken_sampler(total)
 
     def take_metrics(self) -> dict[str, float]:
         """See [`RolloutLedger.take_metrics`]; with pruning, what its pruner says of itself comes with them."""
@@ -193,6 +199,7 @@ class SpeculativeRollout(RolloutLedger):
                 for row, response in enumerate(rollout.responses)
             ] + [response.trajectory(rollout.cap, rollout.step) for response in rollout.pruned]
             trajectories = [trajectory for trajectory in made if trajectory is not None]
+            counts.nonfinite_rows += len(made) - len(trajectories)
             counts.unstored_rows += len(made) - len(trajectories)
             counts.unstored_rows += self._keep(trajectories)
             if from_others := self._from_other_nodes(trajectories, counts):
@@ -227,7 +234,7 @@ class SpeculativeRollout(RolloutLedger):
         return assign_slots([key for part in gathered for key in part])[own_rows(self.ranks, gathered)]
 
     def _look_up(
-        self, responses: list[Response], cap: int, step: int, max_context: int | None, counts: RolloutCounts
+        self, responses: list[Response], cap: int, step: int, max_scored: int | None, counts: RolloutCounts
     ) -> None:
         """Give each row its draft, where it has one that can be used."""
         if self.guard.paused:
@@ -236,7 +243,7 @@ class SpeculativeRollout(RolloutLedger):
         drafts = self.cache.get_many([(response.key, response.slot) for response in responses])
         for response, draft in zip(responses, drafts, strict=True):
             if draft is not None:
-                response.offer(draft, self.policy, self.vocab_size, cap, step, max_context, counts)
+                response.offer(draft, self.policy, self.vocab_size, cap, step, max_scored, counts)
 
     def _verify(self, responses: list[Response], engine: Engine, counts: RolloutCounts) -> None:
         """Score all drafts under the current policy, in one call."""
@@ -290,11 +297,24 @@ class SpeculativeRollout(RolloutLedger):
 def refuse_broken_scorer(counts: RolloutCounts) -> None:
     """Raise `ValueError` where most drafts of a batch have scores that are no log-probs (NaN, infinity)."""
     nonfinite, drafts = counts.dropped_nonfinite, counts.dropped_nonfinite + counts.verified_rows
-    if drafts >= _NONFINITE_ROWS and nonfinite > _NONFINITE_SHARE * drafts:
+    if _is_broken(nonfinite, drafts):
         raise ValueError(
             f"{nonfinite} of {drafts} drafts have log-probs that are NaN or infinite under the current policy: "
             "the model or the engine that scores is broken (diverged weights?)."
         )
+
+
+def refuse_broken_sampler(counts: RolloutCounts) -> None:
+    """Raise `ValueError` where most responses of a batch have log-probs that are NaN or infinite."""
+    if _is_broken(counts.nonfinite_rows, counts.rows):
+        raise ValueError(
+            f"{counts.nonfinite_rows} of {counts.rows} responses have log-probs that are NaN or infinite: the model, "
+            "or the engine that samples or scores, is broken (diverged weights?). Such responses cannot be reused."
+        )
+
+
+def _is_broken(nonfinite: int, rows: int) -> bool:
+    return rows >= _NONFINITE_ROWS and nonfinite > _NONFINITE_SHARE * rows
 
 
 @contextmanager

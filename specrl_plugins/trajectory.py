@@ -7,7 +7,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -77,19 +77,6 @@ class Trajectory:
             raise ValueError("a log-prob is not finite or is above zero")
         if self.reward is not None and math.isnan(self.reward):  # SQLite would make it NULL
             raise ValueError("the reward is not a number; one that is not known is None")
-
-    def head(self, tokens: int) -> Trajectory:
-        """Its first `tokens` tokens, at least one, as a response that was cut; itself where it is no longer."""
-        if len(self.tokens) <= tokens:
-            return self
-        end = max(tokens, 1)
-        return replace(
-            self,
-            tokens=self.tokens[:end],
-            logprobs=self.logprobs[:end],
-            ages=self.ages[:end],
-            finish_reason="length",
-        )
 
 
 def prompt_key(token_ids: Sequence[int]) -> bytes:

@@ -29,12 +29,21 @@ class TabularEngine:
         ends: ids that end a response.
         seed: of its sampling.
         max_context: most tokens of prompt and response.
+        max_scored: most tokens of prompt and draft; as many by default.
     """
 
-    def __init__(self, table: np.ndarray, ends: Sequence[int] = (0,), seed: int = 0, max_context: int | None = None):
+    def __init__(
+        self,
+        table: np.ndarray,
+        ends: Sequence[int] = (0,),
+        seed: int = 0,
+        max_context: int | None = None,
+        max_scored: int | None = None,
+    ):
         self.table = table
         self.ends = set(ends)
         self.max_context = max_context
+        self.max_scored = max_context if max_scored is None else max_scored
         self.generate_calls: list[int] = []
         self.score_calls: list[int] = []
         with np.errstate(divide="ignore"):  # a table may be cut
@@ -47,6 +56,10 @@ class TabularEngine:
 
     def score(self, prompts, continuations):
         self.score_calls.append(len(prompts))
+        if self.max_scored is not None:
+            assert all(
+                len(p) + len(tokens) <= self.max_scored for p, tokens in zip(prompts, continuations, strict=True)
+            )
         return [self.logprobs(prompt, tokens) for prompt, tokens in zip(prompts, continuations, strict=True)]
 
     def generate(self, contexts, budgets):

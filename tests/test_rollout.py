@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -282,16 +283,35 @@ def test_ids_beyond_the_vocabulary_are_not_reused(tmp_path):
     assert rollout.run(engine, PROMPTS[:1], 2, step=2).counts.reused_tokens == 2
 
 
-def test_draft_that_exceeds_the_context_is_not_reused(tmp_path):
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+def test_draft_is_reused_as_far_as_it_can_be_scored(tmp_path, finish_reason, beyond):
+    """A prompt of 2 tokens and a draft of 6, in engines that score 2 tokens or more, and hold `beyond` tokens more."""
     rollout = speculative(tmp_path, rule="full")
-    rollout.cache.put_many(
-        [make_trajectory(PROMPTS[0], tokens=np.full(6, 3, np.int32), length=6, finish_reason="length")]
-    )
-    for context, dropped in [(7, 1), (8, 0)]:
-        engine = TabularEngine(NEW, max_context=context)
+    tokens = np.array([3, 3, 3, 3, 3, 0 if finish_reason == "stop" else 3], np.int32)
+    rollout.cache.put_many([make_trajectory(PROMPTS[0], tokens=tokens, length=6, finish_reason=finish_reason)])
+    for scored in range(2, 10):
+        engine = TabularEngine(NEW, max_context=scored + beyond, max_scored=scored)
+        if scored + beyond == 2:
+            continue  # no engine is asked to answer a prompt that fills its context
         done = rollout.run(engine, PROMPTS[:1], 12, step=2)
-        assert done.counts.dropped_length == dropped and len(engine.score_calls) == 1 - dropped
-        assert len(PROMPTS[0]) + len(done.responses[0].tokens) <= context
+        (response,) = done.responses
+        assert response.prefix == min(scored - 2, 6) == done.counts.reused_tokens
+        assert done.counts.dropped_length == (scored == 2)
+        assert len(response.tokens) <= scored + beyond - 2
+        whole = finish_reason == "stop" and scored >= 8
+        assert response.finish_reason == "stop" if whole else len(response.tokens) > response.prefix or not beyond
+
+
+@pytest.mark.parametrize("cap", [6, 12])
+def test_responses_that_reach_the_end_of_the_context_stay_as_long_and_are_reused(tmp_path, cap):
+    """An engine that cannot score its last token, as vLLM's, and answers that never end before it."""
+    engine = TabularEngine(OLD, ends=(), max_context=8, max_scored=7)
+    rollout = speculative(tmp_path)
+    for step in range(1, 8):
+        done = visit(rollout, engine, cap=cap, step=step)
+        assert all(len(r.tokens) == 6 and r.finish_reason == "length" for r in done.responses)
+        assert done.counts.reused_tokens == (step > 1) * 5 * len(PROMPTS)
 
 
 def test_full_context_ends_a_response_by_length(tmp_path):
@@ -361,6 +381,49 @@ def test_scorer_that_returns_another_length_is_an_error(tmp_path):
 
 
 # -- what is stored
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_broken_sampler_is_an_error(tmp_path, value):
+    """As for scores: most rows of a batch of 16 or more. What is good of the batch is stored all the same."""
+    rollout = speculative(tmp_path, refresh_rate=1.0)
+    half = len(PROMPTS) // 2
+    visit(rollout, Broken(OLD, bad_samples=half, value=value))
+    with pytest.raises(ValueError, match=f"{half + 1} of {len(PROMPTS)} responses"):
+        visit(rollout, Broken(OLD, bad_samples=half + 1, value=value), step=2)
+    assert rollout.total.rows == 2 * len(PROMPTS) and rollout.total.nonfinite_rows == 2 * half + 1
+    assert sum(trajectory.step == 2 for trajectory in rollout.cache) == half - 1
+    visit(rollout, Broken(OLD, bad_samples=15, value=value), PROMPTS[:15], step=3)  # too few rows to condemn it
+
+
+def test_rows_that_the_disk_refuses_are_no_sign_of_a_broken_sampler(tmp_path):
+    rollout = speculative(tmp_path)
+    done = rollout.run(TabularEngine(OLD), PROMPTS, 12, step=1)
+    with full_disk():
+        rollout.store(done)
+    assert (done.counts.unstored_rows, done.counts.nonfinite_rows) == (len(PROMPTS), 0)
+
+
+@pytest.mark.parametrize("reason", ["not finite", "disk"])
+def test_whatever_keeps_responses_from_being_stored_is_said_once(tmp_path, caplog, reason):
+    """In batches too small for an error, too."""
+    rollout = speculative(tmp_path)
+    engine = TabularEngine(OLD) if reason == "disk" else Broken(OLD, bad_samples=15)
+    text = {"not finite": "log-probs are NaN or infinite", "disk": "cache could not be written"}[reason]
+    with full_disk() if reason == "disk" else nullcontext():
+        for step in range(1, 10):
+            assert ("no response was stored" in caplog.text) == (step > 5)
+            visit(rollout, engine, PROMPTS[:15], step=step)
+    (record,) = (record for record in caplog.records if "in a row" in record.message)
+    assert "5 batches" in record.message and text in record.message
+    assert rollout.total.mostly_unstored
+
+
+def test_a_batch_of_which_something_is_stored_is_not_warned_about(tmp_path, caplog):
+    rollout = speculative(tmp_path, refresh_rate=1.0)
+    for step in range(1, 13):
+        visit(rollout, Broken(OLD, bad_samples=15 - (step % 5 == 0)), PROMPTS[:15], step=step)
+    assert "no response was stored" not in caplog.text
 
 
 def test_response_whose_logprobs_are_not_finite_is_not_stored(tmp_path):
@@ -542,6 +605,45 @@ def test_one_sided_reuse_is_said_aloud_once(tmp_path, caplog, rule, log_lenience
         for step in range(6, 10):
             visit(rollout, engine, step=step)
     assert caplog.text.count(text) == 1
+
+
+@pytest.mark.parametrize("reason", ["length", "vocabulary", "nonfinite", "rejected", "mixed"])
+def test_whatever_keeps_drafts_from_being_reused_is_said_once(tmp_path, caplog, reason):
+    """Batches of 15 rows, too small for broken scores to be an error."""
+    prompts, text = PROMPTS[:15], reason
+    rollout = speculative(tmp_path)
+    engine = TabularEngine(OLD)
+    if reason == "length":
+        engine, text = TabularEngine(OLD, max_context=3, max_scored=2), "longer context"
+    elif reason == "vocabulary":
+        rollout.vocab_size, text = 0, "token ids"
+    elif reason == "nonfinite":
+        engine = Broken(OLD, bad_scores=15)
+        text = "NaN or infinite under the current policy"
+    elif reason == "rejected":
+        rollout.policy = ReusePolicy(log_lenience=-math.inf)
+    else:  # half is left aside, most of the rest has no scores
+        rollout.policy = ReusePolicy(refresh_rate=0.4, log_lenience=-math.inf)
+        engine, text = Broken(OLD, bad_scores=5), "NaN or infinite under the current policy"
+    for step in range(1, 13):
+        if step <= 6:
+            assert "in a row" not in caplog.text
+        visit(rollout, engine, prompts, cap=12, step=step)
+    assert rollout.total.draft_rows == 11 * 15 and rollout.total.reused_tokens == 0
+    (record,) = (record for record in caplog.records if "in a row" in record.message)
+    assert "5 batches" in record.message and "nothing was reused" in record.message and text in record.message
+
+
+@pytest.mark.parametrize("policy", [dict(carry_limit=1), dict(refresh_rate=1.0)])
+def test_drafts_that_settings_leave_aside_are_not_warned_about(tmp_path, caplog, policy):
+    """An epoch of 8 batches whose drafts were all carried over as often as they may be is as it should be."""
+    rollout = speculative(tmp_path, **policy)
+    engine = TabularEngine(OLD)
+    for epoch in range(3):
+        for batch in range(8):
+            visit(rollout, engine, PROMPTS[batch * 5 : batch * 5 + 5], step=8 * epoch + batch + 1)
+    assert rollout.total.outlived_rows + rollout.total.refreshed_rows >= len(PROMPTS)
+    assert "nothing was reused" not in caplog.text
 
 
 def test_paused_guard_looks_nothing_up_but_goes_on_storing(tmp_path):

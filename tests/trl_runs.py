@@ -177,10 +177,7 @@ class Checked:
             assert not eos & set(ids[:-1])
             assert (ids[-1] in eos) == (stored.finish_reason == "stop")
             room = ((self.args.use_vllm and self.args.vllm_max_model_length) or 10**6) - len(prompt)
-            # vLLM cannot score what fills its context, so what is continued leaves a token of it free.
-            rooms = {room, room - (self.args.spec_verifier == "engine")}
-            full = {min(self.max_completion_length, room) for room in rooms}
-            assert stored.finish_reason == "stop" or len(ids) in full
+            assert stored.finish_reason == "stop" or len(ids) == min(self.max_completion_length, room)
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + whole])).logits[0, len(prompt) - 1 : -1].numpy()
             tempered, at = dict(temperature=self.temperature), (np.arange(len(whole)), whole)

@@ -89,8 +89,11 @@ class ServerEngine:
 
     @property
     def max_context(self) -> int:
-        # A scored sequence must leave room for the one token that vLLM insists on generating.
-        return self.max_model_len - 1
+        return self.max_model_len
+
+    @property
+    def max_scored(self) -> int:
+        return self.max_model_len - 1  # a scored sequence leaves room for the token that vLLM insists on
 
     def score(self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]) -> list[NDArray]:
         """See [`specrl_plugins.Engine.score`]."""

@@ -65,6 +65,10 @@ class _TrainerEngine:
     def max_context(self) -> int | None:
         return self.trainer.spec_max_model_len
 
+    @property
+    def max_scored(self) -> int | None:
+        return self.max_context
+
     def score(self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]) -> list[NDArray]:
         if not self.trainer.args.spec_prune:
             return self.trainer.spec_score(prompts, continuations)

@@ -37,8 +37,11 @@ class VLLMEngine:
 
     @property
     def max_context(self) -> int:
-        # A scored sequence must leave room for the one token that vLLM insists on generating.
-        return self.llm.llm_engine.model_config.max_model_len - 1
+        return self.llm.llm_engine.model_config.max_model_len
+
+    @property
+    def max_scored(self) -> int:
+        return self.max_context - 1  # a scored sequence leaves room for the token that vLLM insists on
 
     def score(self, prompts: Sequence[list[int]], continuations: Sequence[NDArray[np.int32]]) -> list[NDArray]:
         """See [`Engine.score`].
