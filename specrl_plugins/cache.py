@@ -129,6 +129,7 @@ class TrajectoryCache:
         self._checkpoint = -1  # optimizer step of the last checkpoint of this run
         self._connection: sqlite3.Connection | None = None
         self._opened: tuple[int, int, int] | None = None
+        self._claim: tuple[int, int, int] | None = None
         _caches.add(self)
         if fingerprint is None and not self.path.is_file():
             raise CacheError(f"there is no trajectory cache in {self.directory}")
@@ -142,17 +143,34 @@ class TrajectoryCache:
         """Keep the cache for the runs of this process until [`release`]: step numbers of two would mix.
 
         Raises:
-            CacheError: a run of another process has it.
+            CacheError: a run of another process has it, or the directory cannot be written.
         """
-        if self.directory in _claims:  # POSIX locks are a process's: closing a second file would give up the first
-            return
-        lock = open(self.directory / CLAIM_NAME, "a+")  # noqa: SIM115  # open as long as the claim lasts
+        path = self.directory / CLAIM_NAME
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
+            claim = _identity(path)
+            # POSIX locks are a process's: closing a second file, be it by another path, would give up the first.
+            if claim is None or claim not in _claims:
+                claim, lock = self._lock(path)
+                _claims[claim] = lock, weakref.WeakSet()
+        except OSError as error:
+            raise CacheError(f"the trajectory cache {self.directory} cannot be claimed: {error}") from error
+        if self._claim != claim:
+            self._end_claim()
+        self._claim = claim
+        _claims[claim][1].add(self)
+
+    def _lock(self, path: Path) -> tuple[tuple[int, int, int], IO[str]]:
+        """Lock a file that this process has not locked; returns which it is, and the file, to be kept open."""
+        lock = open(path, "a+")  # noqa: SIM115
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            lock.seek(0)
-            owner = lock.read() or "unknown"
-            lock.close()
+            with lock:
+                lock.seek(0)
+                owner = lock.read() or "unknown"
+            if not isinstance(error, BlockingIOError | PermissionError):  # which say that it is locked
+                raise
             raise CacheError(
                 f"the trajectory cache {self.directory} is in use by another run (process {owner}): their steps would "
                 "mix. Choose another cache directory, or end that run."
@@ -160,13 +178,23 @@ class TrajectoryCache:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        _claims[self.directory] = lock
+        file = os.fstat(lock.fileno())
+        return (os.getpid(), file.st_dev, file.st_ino), lock
 
     def release(self) -> None:
-        """End a claim, if there is one, and close the file."""
-        if (lock := _claims.pop(self.directory, None)) is not None:
-            lock.close()
+        """End a claim, if there is one, and close the file. Another claim of this process to the same cache stays."""
+        self._end_claim()
         self.close()
+
+    def _end_claim(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is None or claim[0] != os.getpid():
+            return
+        lock, claimants = _claims[claim]
+        claimants.discard(self)
+        if not claimants:
+            del _claims[claim]
+            lock.close()
 
     def get_many(self, keys: Sequence[tuple[bytes, int]]) -> list[Trajectory | None]:
         """Trajectories of a batch of (prompt key, slot); `None` for a miss. Marks what it finds as used."""
@@ -401,9 +429,12 @@ class TrajectoryCache:
 
     def _connect(self) -> sqlite3.Connection:
         """This process's connection to the file that the path names now: another process may have replaced it."""
-        if self._connection is not None and self._opened == self._identity():
+        if self._connection is not None and self._opened == _identity(self.path):
             return self._connection
         self.close()
+        # Where the directory was deleted, so was the file that is locked: another run may have been granted a new one.
+        if self._claim is not None and self._claim[0] == os.getpid():
+            self.claim()
         try:
             # Two processes that set up one new file, or move one damaged file aside, would undo each other's work.
             with self._alone():
@@ -416,21 +447,13 @@ class TrajectoryCache:
                         raise CacheError(f"{self.path} is damaged, or no trajectory cache: {error}") from error
                     self._set_aside(error)
                     self._connection = self._open()
-                self._opened = self._identity()
+                self._opened = _identity(self.path)
         except (sqlite3.DatabaseError, OSError) as error:
             raise CacheError(
                 f"the trajectory cache {self.path} cannot be opened for writing ({error}). Check that the "
                 "directory is writable and not on a network file system, or choose another cache directory."
             ) from error
         return self._connection
-
-    def _identity(self) -> tuple[int, int, int] | None:
-        """Which file the path names, and for which process; `None` where there is none."""
-        try:
-            file = os.stat(self.path)
-        except OSError:
-            return None
-        return os.getpid(), file.st_dev, file.st_ino
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -457,7 +480,7 @@ class TrajectoryCache:
                 if self._as_it_is or not _is_damage(error, self.path):
                     raise
                 with self._alone():
-                    if self._opened == self._identity():  # no other process has replaced it meanwhile
+                    if self._opened == _identity(self.path):  # no other process has replaced it meanwhile
                         self._set_aside(error)
             return self._commit(change)
         except (sqlite3.DatabaseError, CacheError, OSError) as error:
@@ -564,6 +587,15 @@ def _is_damage(error: sqlite3.DatabaseError, path: Path) -> bool:
     return code & 0xFF in _DAMAGE
 
 
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """Which file a path names, and for which process; `None` where there is none."""
+    try:
+        file = os.stat(path)
+    except OSError:
+        return None
+    return os.getpid(), file.st_dev, file.st_ino
+
+
 def _size(file: Path) -> int:
     """Bytes of a file, 0 where there is none."""
     return file.stat().st_size if file.exists() else 0
@@ -572,8 +604,9 @@ def _size(file: Path) -> int:
 # A connection may not be carried across a fork, not even unused: the child would believe to hold locks that only its
 # parent holds. See "How To Corrupt An SQLite Database File", 2.6.
 _caches: weakref.WeakSet[TrajectoryCache] = weakref.WeakSet()
-# Open files whose locks this process holds, by cache directory.
-_claims: dict[Path, IO[str]] = {}
+# Open files whose locks a process holds, by process and file (a forked child has a copy of this, but no lock), and the
+# caches that claim by them.
+_claims: dict[tuple[int, int, int], tuple[IO[str], weakref.WeakSet[TrajectoryCache]]] = {}
 
 
 def _close_all() -> None:

@@ -29,7 +29,7 @@ from conftest import make_trajectory, same
 from disk import full_disk
 
 from specrl_plugins import CacheError, FingerprintMismatch, Trajectory, TrajectoryCache
-from specrl_plugins.cache import FILE_NAME, PAGE_BYTES, CacheWriteError
+from specrl_plugins.cache import CLAIM_NAME, FILE_NAME, PAGE_BYTES, CacheWriteError
 
 SECONDS = float(os.environ.get("SPECRL_FIRE_SECONDS", 15))
 KILLS = 200
@@ -266,6 +266,97 @@ cache.rewind(0)
     cache.release()
     assert second_run().returncode == 0
     assert len(cache) == 0
+
+
+def is_refused(directory: Path) -> bool:
+    """Whether another process may not claim a cache."""
+
+    def claim(_):
+        with pytest.raises(CacheError, match=r"in use by another run \(process \d+\)"):
+            TrajectoryCache(directory, SETTINGS).claim()
+
+    return in_children(1, claim) == [0]
+
+
+@pytest.mark.parametrize("path", ["same", "symlink"])
+def test_a_claim_lasts_until_the_last_that_claimed_in_this_process_releases(cache, tmp_path, path):
+    """A directory may have several paths."""
+    other = cache.directory
+    if path == "symlink":
+        other = tmp_path / "link"
+        other.symlink_to(cache.directory, target_is_directory=True)
+    second = TrajectoryCache(other, SETTINGS)
+    cache.claim()
+    second.claim()
+    second.claim()
+    second.release()
+    second.release()
+    assert is_refused(cache.directory) and is_refused(other)
+    second.claim()
+    cache.release()
+    assert is_refused(cache.directory) and is_refused(other)
+    second.release()
+    assert not is_refused(cache.directory)
+
+
+def test_a_forked_child_neither_has_nor_ends_the_claim_of_its_parent(cache):
+    cache.claim()
+
+    def body(_):
+        cache.put_many(rows_of(3))  # it may use the cache, as other ranks of the run do
+        with pytest.raises(CacheError, match=f"process {os.getppid()}"):
+            cache.claim()
+        cache.release()
+
+    assert in_children(1, body) == [0]
+    check_full(cache, rows_of(3))
+    assert is_refused(cache.directory)
+
+
+@pytest.mark.parametrize("deleted", ["before the claim", "after it"])
+def test_a_directory_that_is_deleted_is_made_and_claimed_again(cache, deleted):
+    if deleted == "after it":
+        cache.claim()
+        cache.put_many(rows_of(3))
+    shutil.rmtree(cache.directory)
+    if deleted == "before the claim":
+        cache.claim()
+    cache.put_many(rows_of(4))
+    check_full(cache, rows_of(4))
+    assert is_refused(cache.directory)
+    cache.release()
+    assert not is_refused(cache.directory)
+
+
+def test_a_deleted_directory_that_another_run_has_made_is_its_own(cache):
+    cache.claim()
+    cache.put_many(rows_of(3))
+    shutil.rmtree(cache.directory)
+    script = f"""
+from cache_runs import SETTINGS, rows_of
+from specrl_plugins import TrajectoryCache
+other = TrajectoryCache({str(cache.directory)!r}, SETTINGS)
+other.claim()
+other.put_many(rows_of(2, step=7))
+print("claimed", flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "claimed\n"
+        assert cache.get_many([key((0,)), key((1,))]) == [None, None]
+        with pytest.raises(CacheWriteError, match=f"in use by another run .process {other.pid}"):
+            cache.put_many(rows_of(4))
+        other.stdin.close()
+    check_full(cache, rows_of(2, step=7))
+
+
+def test_a_directory_that_cannot_be_claimed_is_a_clear_error(cache):
+    (cache.directory / CLAIM_NAME).mkdir()
+    with pytest.raises(CacheError, match=f"{cache.directory} cannot be claimed: "):
+        cache.claim()
 
 
 # -- damaged files
