@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import signal
 import sqlite3
 import sys
 from collections.abc import Callable, Sequence
@@ -25,11 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit code: 0, or 1 where `cache verify` found damaged rows, or 2 where the command could not be carried out
-        (then one line on stderr says why). Bad arguments raise `SystemExit(2)`, as `argparse` does.
+        (then one line on stderr says why), or 141 where whoever reads the output has closed it, as by `head` (which
+        is what a shell says of a command that SIGPIPE ends). Bad arguments raise `SystemExit(2)`, as `argparse` does.
     """
     args = _parser().parse_args(argv)
     try:
-        return args.command(args)
+        code = args.command(args)
+        print(end="", flush=True)  # what cannot be written is said here, not when Python exits
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its exit
+        return 128 + signal.SIGPIPE
     except (CacheError, report.ReportError, OSError) as error:
         print(f"specrl: {error}", file=sys.stderr)
     except sqlite3.Error as error:
@@ -60,14 +68,21 @@ def _parser() -> argparse.ArgumentParser:
     prune = add("prune", _prune, "forget trajectories and shrink the file")
     what = prune.add_mutually_exclusive_group(required=True)
     what.add_argument("--max-mib", metavar="M", type=_mib, help="forget the least recently used ones, down to M MiB")
-    what.add_argument("--after-step", metavar="N", type=_count, help="forget those newer than optimizer step N")
+    what.add_argument(
+        "--after-step",
+        metavar="N",
+        type=_count,
+        help="forget those newer than optimizer step N; refused while a run uses the cache",
+    )
 
     run = commands.add_parser(
         "report",
         help="reward, tokens and seconds of a run, as a table and a chart",
         description="Report on a run from its specrl.jsonl: by epoch the mean reward, the tokens of all completions, "
         "how many of them were generated, the share that was reused, and the seconds of the rollouts and of the whole "
-        "optimizer steps. What a log does not tell stays empty.",
+        "optimizer steps; then what verifying took and an estimate of the time that reuse saved. With reuse and vLLM, "
+        "the seconds of the rollouts leave out sending weights, waking and sleeping; those of the steps do not. What a "
+        "log does not tell stays empty.",
     )
     run.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="output directory of the run")
     run.add_argument(
@@ -144,10 +159,14 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     with _open(args.dir) as cache:
-        forgotten = 0 if args.after_step is None else cache.rewind(args.after_step)
+        forgotten = 0
+        if args.after_step is not None:
+            cache.claim()  # a run would lose what it is about to reuse
+            forgotten = cache.rewind(args.after_step)
         # Without a limit it only shrinks the file.
         forgotten += cache.prune(math.inf if args.max_mib is None else args.max_mib)
         print(f"{forgotten} rows forgotten, {len(cache)} left ({cache.mib:,.2f} MiB)")
+        cache.release()
     return 0
 
 
@@ -155,6 +174,8 @@ def _report(args: argparse.Namespace) -> int:
     run = report.load(args.run_dir)
     baseline = None if args.baseline is None else report.load(args.baseline)
     print(report.table(run, baseline))
+    if costs := report.costs(run):
+        print(costs)
     path = args.output or args.run_dir / "specrl_report.png"
     try:
         report.draw(run, baseline, path)

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import statistics
 from collections.abc import Sequence
 from itertools import dropwhile, groupby
 from pathlib import Path
@@ -27,6 +28,16 @@ _COLUMNS = {
     "step s": "{:,.1f}",
 }
 _COMPARED = ("tokens", "generated", "rollout s", "step s")
+
+_STAGES = [f"spec/time/{stage}_s" for stage in ("lookup", "verify", "generate", "store")]
+_PRUNING_STAGES = [f"prune/time/{stage}_s" for stage in ("judge", "learn")]
+# What is read of a line of the log, beside its step and epoch.
+_NUMBERS = {
+    *("reward", "step_time", "rollout/completion_tokens", "rollout/seconds", "spec/time/spared_s"),
+    *("spec/generated_tokens", "spec/reused_tokens", "spec/draft_accept_rate"),
+    *_STAGES,
+    *_PRUNING_STAGES,
+}
 
 # Of the Okabe-Ito palette, which colour-blind readers can tell apart.
 _PLAIN, _REUSE, _ACCEPT = "#5f5f5f", "#0072B2", "#D55E00"
@@ -62,8 +73,13 @@ def load(run_dir: str | os.PathLike) -> list[dict[str, Any]]:
         | `generated` | `float` | those that the engine sampled |
         | `reused` | `float` | those taken over from drafts |
         | `accept_rate` | `float` | reused tokens / tokens of the drafts that were scored |
-        | `rollout_s` | `float` | seconds of the rollouts |
+        | `rollout_s` | `float` | seconds of the rollouts, with all that reuse adds to them |
+        | `verify_s` | `float` | those of scoring drafts and deciding on them |
+        | `spared_s` | `float` | seconds of the trainer's log-prob pass that this made unnecessary |
         | `step_s` | `float` | seconds of the whole steps |
+
+        With reuse and vLLM, `rollout_s` leaves out what `spec/time/generate_s` does: sending weights, waking and
+        sleeping. A number that is not finite is one that the log does not tell.
 
         A plain run tells its rollout seconds only if it logs `rollout/seconds`, summed since the entry before.
 
@@ -77,18 +93,19 @@ def load(run_dir: str | os.PathLike) -> list[dict[str, Any]]:
     run: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
-            step, epoch = entry["step"], entry["epoch"]
-        except (ValueError, TypeError, KeyError):
-            if number < len(lines):
+            entry = _entry(line)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            if number < len(lines) or line.endswith("}"):  # else a crash cut it off
                 logger.warning("line %d of %s is damaged and was left out", number, path)
             continue
-        if not entry.keys() & {"reward", "step_time"}:  # an evaluation, or the summary of the whole run
+        if entry is None:
             continue
+        step = entry["step"]
         while run and run[-1]["step"] >= step:
             run.pop()
         steps = step - (run[-1]["step"] if run else 0)
-        run.append({"step": step, "steps": steps, "epoch": max(1, math.ceil(epoch - 1e-6)), **_amounts(entry, steps)})
+        epoch = max(1, math.ceil(entry["epoch"] - 1e-6))
+        run.append({"step": step, "steps": steps, "epoch": epoch, **_amounts(entry, steps)})
     if not run:
         raise ReportError(f"{path} holds no training step")
     return run
@@ -130,6 +147,34 @@ def table(run: list[dict[str, Any]], baseline: list[dict[str, Any]] | None = Non
         text += f"\nThe runs differ in length: only steps up to {last} are compared."
     if any(record["reused"] for record in baseline):
         text += "\nThe baseline reused tokens too: it is no plain run."
+    return text
+
+
+def costs(run: list[dict[str, Any]]) -> str:
+    """A few lines on what verifying drafts took and what reuse saved; empty for a run without.
+
+    Args:
+        run (`list[dict]`): a run, see [`load`].
+    """
+    known = [record for record in run if record["rollout_s"] is not None and record["tokens"]]
+    reusing = [record for record in known if record["verify_s"] and record["accept_rate"] is not None]
+    if not reusing:
+        return ""
+    rollout_s, verify_s, spared_s = (
+        sum(record[name] or 0.0 for record in known) for name in ("rollout_s", "verify_s", "spared_s")
+    )
+    text = (
+        f"Verifying took {verify_s:,.1f} s of the {rollout_s:,.1f} s of rollouts, and spared the trainer "
+        f"{spared_s:,.1f} s of its pass for log-probs."
+    )
+    plain = [record["rollout_s"] / record["tokens"] for record in known if record["accept_rate"] is None]
+    if plain:  # the first also pays for compilation and allocation
+        cost = statistics.median(plain[1:] or plain)
+        whole_s = cost * sum(record["tokens"] for record in known)
+        text += (
+            f"\nEstimated time saved: {whole_s - rollout_s + spared_s:,.1f} s of {whole_s:,.1f} s, at the "
+            f"{1e3 * cost:.2f} ms that a token took without reuse."
+        )
     return text
 
 
@@ -185,6 +230,25 @@ def align(rows: Sequence[Sequence[str]]) -> str:
 # -- the log
 
 
+def _entry(line: str) -> dict[str, Any] | None:
+    """What a line of the log says of a step, with `None` for numbers that are not finite; raises where it is damaged.
+
+    `None` for an evaluation, or the summary of the whole run.
+    """
+    entry = json.loads(line)
+    if not isinstance(entry, dict):
+        raise ValueError("no entry of a log")
+    if not entry.keys() & {"reward", "step_time"}:
+        return None
+    step, epoch = entry["step"], entry["epoch"]
+    if type(step) is not int or step < 1 or not math.isfinite(step) or not math.isfinite(epoch):
+        raise ValueError("no step, or no epoch")
+    for name in _NUMBERS & entry.keys():
+        if entry[name] is not None and not math.isfinite(entry[name]):
+            entry[name] = None
+    return entry
+
+
 def _amounts(entry: dict[str, Any], steps: int) -> dict[str, float | None]:
     generated, reused = entry.get("spec/generated_tokens"), entry.get("spec/reused_tokens")
     if generated is None or reused is None:
@@ -192,8 +256,9 @@ def _amounts(entry: dict[str, Any], steps: int) -> dict[str, float | None]:
         rollout_s = entry.get("rollout/seconds")
     else:
         tokens = generated + reused
-        rollout_s = sum(entry[f"spec/time/{stage}_s"] for stage in ("lookup", "verify", "generate", "store"))
-        rollout_s += sum(entry.get(f"prune/time/{stage}_s", 0.0) for stage in ("judge", "learn"))
+        seconds = [entry[stage] for stage in _STAGES if entry.get(stage) is not None]
+        pruning_s = sum(entry.get(stage) or 0.0 for stage in _PRUNING_STAGES)
+        rollout_s = sum(seconds) + pruning_s if len(seconds) == len(_STAGES) else None
     step_time = entry.get("step_time")  # TRL logs the mean of the steps, not their sum
     return {
         "reward": entry.get("reward"),
@@ -202,6 +267,8 @@ def _amounts(entry: dict[str, Any], steps: int) -> dict[str, float | None]:
         "reused": reused,
         "accept_rate": entry.get("spec/draft_accept_rate"),
         "rollout_s": rollout_s,
+        "verify_s": entry.get("spec/time/verify_s"),
+        "spared_s": entry.get("spec/time/spared_s"),
         "step_s": None if step_time is None else step_time * steps,
     }
 
@@ -210,7 +277,10 @@ def _amounts(entry: dict[str, Any], steps: int) -> dict[str, float | None]:
 
 
 def _by_epoch(run: list[dict[str, Any]]) -> dict[int, dict[str, float | None]]:
-    return {epoch: _summary(list(records)) for epoch, records in groupby(run, lambda record: record["epoch"])}
+    def epoch(record: dict[str, Any]) -> int:
+        return record["epoch"]
+
+    return {epoch: _summary(list(records)) for epoch, records in groupby(sorted(run, key=epoch), epoch)}
 
 
 def _summary(records: list[dict[str, Any]]) -> dict[str, float | None]:

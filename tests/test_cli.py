@@ -207,6 +207,30 @@ def test_prune_everything(capsys, directory):
     assert run(capsys, "cache", "verify", directory) == (0, "0 rows, none of them damaged\n", "")
 
 
+def test_prune_by_step_is_refused_while_a_run_has_the_cache(capsys, directory):
+    """A run in another process. By size it may be pruned: a run does that to its own cache."""
+    script = f"""
+from specrl_plugins import TrajectoryCache
+cache = TrajectoryCache({str(directory)!r})
+cache.claim()
+print("claimed", flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "claimed\n"
+        before = contents(directory)
+        code, out, err = run(capsys, "cache", "prune", directory, "--after-step", 1)
+        assert (code, out) == (2, "")
+        assert f"in use by another run (process {other.pid})" in err and err.count("\n") == 1
+        assert contents(directory) == before
+        assert run(capsys, "cache", "prune", directory, "--max-mib", 100)[0] == 0
+        other.stdin.close()
+    assert run(capsys, "cache", "prune", directory, "--after-step", 1)[1].startswith("4 rows forgotten, 2 left (")
+
+
 # -- errors
 
 COMMANDS = [["stats"], ["show"], ["verify"], ["prune", "--max-mib", "0"], ["prune", "--after-step", "0"]]
@@ -316,7 +340,9 @@ def test_report(capsys, tmp_path):
     code, out, err = run(capsys, *arguments)
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == f"Chart: {other}"
-    assert out.splitlines()[-2].split()[:3] == ["plain", "/", "reuse"]
+    assert out.splitlines()[-4].split()[:3] == ["plain", "/", "reuse"]
+    assert out.splitlines()[-3].startswith("Verifying took 6.0 s")
+    assert out.splitlines()[-2].startswith("Estimated time saved: ")
     assert other.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -356,6 +382,31 @@ def test_version(capsys):
 
 
 # -- the script
+
+
+@pytest.mark.parametrize("command", [["show", "--limit", "5000"], ["show"], ["stats"], ["verify"]], ids=" ".join)
+@pytest.mark.parametrize("read", [0, 1])
+def test_a_reader_that_has_enough_is_no_error(tmp_path, fingerprint, command, read):
+    """As `head` does it. More than a pipe holds, and less, which is only written when the command ends."""
+    with TrajectoryCache(tmp_path, fingerprint) as cache:
+        cache.put_many([make_trajectory(slot=slot) for slot in range(3000)])
+    name, *options = command
+    arguments = [sys.executable, "-m", "specrl_plugins.cli", "cache", name, str(tmp_path), *options]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as specrl:
+        assert specrl.stdout is not None and specrl.stderr is not None
+        if read:
+            assert specrl.stdout.readline()
+        specrl.stdout.close()
+        assert specrl.stderr.read() in ("", "At most 20 are shown: see --limit.\n")
+    small = command[-1] != "5000"
+    assert specrl.returncode == 141 or (read and small and specrl.returncode == 0)
+
+
+def test_output_that_cannot_be_written_is_an_error(directory):
+    with open("/dev/full", "w") as full:
+        arguments = [sys.executable, "-m", "specrl_plugins.cli", "cache", "stats", str(directory)]
+        specrl = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert specrl.returncode and specrl.stderr.startswith("specrl: [Errno 28]")
 
 
 def test_installed_script(directory, tmp_path):

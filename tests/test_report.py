@@ -75,6 +75,8 @@ def test_amounts_are_sums_whatever_the_logging_interval(tmp_path, every):
         "reused": 60 * every,
         "accept_rate": 0.75,
         "rollout_s": pytest.approx(2.0 * every),
+        "verify_s": pytest.approx(0.2 * every),
+        "spared_s": 0.0,
         "step_s": 5.0 * every,  # TRL logs the mean
     }
 
@@ -105,11 +107,79 @@ def test_truncated_last_line_is_ignored(tmp_path, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("damaged", ['{"step": 3, "rew\n', "17\n", '{"reward": 1}\n', "\0\0\n"])
+ODD = [
+    '{"step": 3, "rew',
+    "17",
+    '["reward"]',
+    '{"reward": 1}',
+    "\0\0",
+    "[" * 100_000,
+    *(
+        json.dumps(plain_entry(1) | {name: value})
+        for name, values in {
+            "step": [None, "1", 1.5, True, -1, 0, 10**400, [1]],
+            "epoch": [None, "1", float("nan"), float("inf"), 10**400, {}],
+            "reward": ["high", [0.1], 10**400],
+            "step_time": ["5 s"],
+            "rollout/completion_tokens": ["many"],
+            "spec/draft_accept_rate": [{}],
+            "spec/time/verify_s": ["1"],
+        }.items()
+        for value in values
+    ),
+]
+
+
+@pytest.mark.parametrize("damaged", ODD, ids=range(len(ODD)))
 def test_damaged_line_before_others_is_left_out_and_named(tmp_path, caplog, damaged):
-    write(tmp_path, [plain_entry(1)], tail=damaged + json.dumps(plain_entry(2)) + "\n")
+    write(tmp_path, [plain_entry(1)], tail=damaged + "\n" + json.dumps(plain_entry(2)) + "\n")
     assert [record["step"] for record in report.load(tmp_path)] == [1, 2]
     assert "line 2 of" in caplog.text
+
+
+def test_damaged_last_line_that_was_not_cut_off_is_named(tmp_path, caplog):
+    write(tmp_path, [plain_entry(1)], tail=json.dumps(plain_entry(2, reward="high")) + "\n")
+    assert [record["step"] for record in report.load(tmp_path)] == [1]
+    assert "line 2 of" in caplog.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("reward", "step_time", "spec/generated_tokens", "spec/reused_tokens", "spec/draft_accept_rate"),
+        *(f"spec/time/{stage}_s" for stage in ("lookup", "verify", "generate", "store", "spared")),
+    ],
+)
+def test_a_number_that_is_none_poisons_no_mean_and_no_sum(tmp_path, caplog, name, value):
+    odd = report.load(write(tmp_path / "odd", [*reuse_run(), reuse_entry(31, reused=60, drafted=80, **{name: value})]))
+    absent = reuse_entry(31, reused=60, drafted=80)
+    del absent[name]
+    assert odd == report.load(write(tmp_path / "absent", [*reuse_run(), absent]))
+    assert not caplog.records
+    for text in report.table(odd), report.table(odd, odd), report.costs(odd):
+        assert "nan" not in text and "inf" not in text and text.strip()
+
+
+def test_a_line_that_tells_no_seconds_of_its_rollout_leaves_the_cell_empty(tmp_path):
+    told = {"spec/generated_tokens": 5, "spec/reused_tokens": 1}
+    run = report.load(write(tmp_path, [{"step": 1, "epoch": 1, "reward": 0.1} | told]))
+    assert cells(report.table(run))[1] == ["1", "0.100", "6", "5", "16.7%"]
+    assert report.costs(run) == ""
+
+
+def test_epochs_that_are_out_of_order_are_each_counted_whole(tmp_path):
+    entries = [plain_entry(step) | {"epoch": epoch} for step, epoch in [(1, 1), (2, 2), (3, 1), (4, 2)]]
+    assert [row[:3] for row in cells(report.table(report.load(write(tmp_path, entries))))[1:3]] == [
+        ["1", "0.020", "200"],
+        ["2", "0.030", "200"],
+    ]
+
+
+def test_evaluations_may_say_anything(tmp_path, caplog):
+    others = [{"step": 0, "epoch": None, "eval_reward": 0.1}, {"eval_reward": float("nan")}]
+    assert report.load(write(tmp_path, others + reuse_run()))[0]["step"] == 1
+    assert not caplog.records
 
 
 def test_evaluations_and_the_summary_of_the_run_are_no_steps(tmp_path):
@@ -197,6 +267,35 @@ def test_runs_without_a_common_step_cannot_be_compared(tmp_path):
     even = report.load(write(tmp_path / "even", [plain_entry(2, every=2)]))
     with pytest.raises(report.ReportError, match="in common"):
         report.table(odd, even)
+
+
+# -- what verifying took and reuse saved
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_costs_are_those_of_the_summary_at_the_end_of_training(tmp_path, every):
+    """A first step of 9 s in place of 2; then 20 ms a token without reuse, and 10 ms, 2 of them spared, with it."""
+    entries = reuse_run(every)
+    entries[0]["spec/time/generate_s"] += 7
+    for later in entries[STEPS_PER_EPOCH // every :]:
+        later |= {"spec/time/generate_s": 0.6 * every, "spec/time/spared_s": 0.2 * every}
+    verifying, saved = report.costs(report.load(write(tmp_path, entries))).splitlines()
+    assert verifying == (
+        "Verifying took 6.0 s of the 47.0 s of rollouts, and spared the trainer 4.0 s of its pass for log-probs."
+    )
+    assert saved == "Estimated time saved: 17.0 s of 60.0 s, at the 20.00 ms that a token took without reuse."
+
+
+def test_costs_without_a_plain_step_to_compare_with(tmp_path):
+    """A run that was resumed in its second epoch."""
+    entries = [reuse_entry(step, reused=60, drafted=80) for step in (11, 12)]
+    (line,) = report.costs(report.load(write(tmp_path, entries))).splitlines()
+    assert line.startswith("Verifying took 0.4 s of the 4.0 s")
+
+
+@pytest.mark.parametrize("entries", [reuse_run(steps=5), [plain_entry(step) for step in range(1, 5)], [entry(1)]])
+def test_costs_of_a_run_that_verified_nothing(tmp_path, entries):
+    assert report.costs(report.load(write(tmp_path, entries))) == ""
 
 
 # -- chart
