@@ -61,6 +61,7 @@ class Visit:
         drafts (`list` of `Trajectory`, *optional*): one a sample, `None` for a miss.
         paused (`bool`): whether no drafts were looked up, because verifying does not pay at present.
         seconds (`float`): that the look-up took, for all samples, without what the engine waits besides.
+        corrupt (`int`): rows of the cache that did not check out, since the look-up before.
     """
 
     step: int
@@ -68,6 +69,7 @@ class Visit:
     drafts: list[Trajectory | None]
     paused: bool
     seconds: float
+    corrupt: int
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class RolloutCache:
         self._paused = False
         self._slots: Counter[bytes] = Counter()  # of each prompt in this batch, how many are taken
         self._warned_unstored = False
+        self._corrupt_before = 0  # what the cache had counted at the look-up before
 
     def rules(self) -> Rules:
         return self._rules
@@ -188,7 +191,8 @@ class RolloutCache:
         drafts: list[Trajectory | None] = [None] * samples
         if not self._paused:
             drafts = self._cache.get_many([(prompt, first + sample) for sample in range(samples)])
-        return Visit(self._policy_step + 1, first, drafts, self._paused, time.perf_counter() - start)
+        corrupt, self._corrupt_before = self._cache.corrupt - self._corrupt_before, self._cache.corrupt
+        return Visit(self._policy_step + 1, first, drafts, self._paused, time.perf_counter() - start, corrupt)
 
     def starts(self, survivors: int) -> int | None:
         """How many samples of a prompt start where `survivors` are to be trained on; `None` where none are judged.

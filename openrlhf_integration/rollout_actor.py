@@ -178,7 +178,8 @@ class SpecRolloutActor(plain(RolloutRayActor)):
             return await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
         key = prompt_key(prompt_token_ids)
         visits = sample.group.visits
-        if key not in visits:  # the first of the prompt's samples asks for all
+        asks = key not in visits
+        if asks:  # the first of the prompt's samples asks for all
             visits[key] = asyncio.ensure_future(self._visit(key, sample.group.samples))
         visit = await visits[key]
         if visit is None:
@@ -200,6 +201,7 @@ class SpecRolloutActor(plain(RolloutRayActor)):
         )
         sample.counts.lookup_s = visit.seconds / sample.group.samples
         sample.counts.paused_rows = int(visit.paused)
+        sample.counts.corrupt_rows = visit.corrupt if asks else 0
         sample.response, sample.cap, sample.step = response, cap, visit.step
         if isinstance(request, PausingRequest) and not await request.judged(response, sample.counts):
             sample.give_up()

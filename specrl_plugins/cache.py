@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILE_NAME = "trajectories.sqlite"
+DAMAGED_FILES = "damaged-*.sqlite"
 LOCK_NAME = "opening.lock"
 CLAIM_NAME = "run.lock"
 # A row of a few hundred tokens takes several pages, the last of them in part: small pages leave less room empty.
@@ -551,7 +552,7 @@ class TrajectoryCache:
         for suffix in ("", "-wal", "-shm", "-journal"):
             damaged = self.path.with_name(FILE_NAME + suffix)
             if damaged.exists():
-                damaged.rename(self.path.with_name(f"damaged-{stamp}.sqlite{suffix}"))
+                damaged.rename(self.path.with_name(DAMAGED_FILES.replace("*", str(stamp)) + suffix))
         logger.warning(
             "%s is damaged (%s): it was moved to damaged-%d.sqlite beside it, and an empty cache takes its place.",
             self.path,

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from specrl_plugins import __version__, report
-from specrl_plugins.cache import FILE_NAME, CacheError, TrajectoryCache
+from specrl_plugins.cache import DAMAGED_FILES, FILE_NAME, CacheError, TrajectoryCache
 
 # Hexadecimal digits of a prompt key that `show` prints: enough to tell prompts apart.
 _KEY_DIGITS = 12
@@ -58,7 +58,11 @@ def _parser() -> argparse.ArgumentParser:
         action.set_defaults(command=command)
         return action
 
-    add("stats", _stats, "what a cache holds, and for which settings")
+    add(
+        "stats",
+        _stats,
+        "what a cache holds, for which settings, and how many damaged files were moved aside (for rows, see verify)",
+    )
     show = add("show", _show, "list trajectories, latest used first")
     show.add_argument(
         "--prompt", metavar="HEX", type=_hex, help="only those of the prompt whose key begins with HEX, and their ids"
@@ -115,6 +119,7 @@ def _stats(args: argparse.Namespace) -> int:
         "bytes per token": f"{stats.mib * (1 << 20) / stats.tokens:.1f}" if stats.tokens else "-",
         "oldest step": "-" if stats.oldest_step is None else stats.oldest_step,
         "newest step": "-" if stats.newest_step is None else stats.newest_step,
+        "damaged files": len(list(args.dir.glob(DAMAGED_FILES))),
     } | fingerprint.flat()
     width = max(map(len, lines))
     for name, value in lines.items():

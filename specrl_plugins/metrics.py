@@ -23,7 +23,7 @@ class RolloutCounts:
     reused_tokens: int = 0
     """Tokens taken over from drafts."""
     draft_rows: int = 0
-    """Rows for which the cache had a trajectory."""
+    """Rows for which the cache had a trajectory of an earlier step."""
     verified_rows: int = 0
     """Rows whose draft was scored under the current policy."""
     drafted_tokens: int = 0
@@ -60,6 +60,8 @@ class RolloutCounts:
     """Responses that were not cached: a log-prob is no number, or the disk refused."""
     nonfinite_rows: int = 0
     """Of these, those whose log-probs are NaN or infinite."""
+    corrupt_rows: int = 0
+    """Rows of the cache that did not check out, each of them a miss; a damaged file counts as one."""
     corrected_rows: int = 0
     """Rows that the trainer corrects for having been sampled by another policy."""
     masked_rows: int = 0
@@ -81,7 +83,8 @@ class RolloutCounts:
     verify_s: float = 0.0
     """Seconds of scoring drafts and deciding on them."""
     generate_s: float = 0.0
-    """Seconds of generating."""
+    """Seconds of generating; without those of sending weights to vLLM, waking it and putting it to sleep, which a plain
+    rollout has too."""
     store_s: float = 0.0
     """Seconds of storing trajectories."""
     judge_s: float = 0.0
@@ -127,7 +130,7 @@ class RolloutCounts:
         | name | meaning |
         | --- | --- |
         | `spec/reused_token_fraction` | reused tokens / all completion tokens |
-        | `spec/draft_hit_rate` | rows with a cached trajectory / rows |
+        | `spec/draft_hit_rate` | rows with a cached trajectory of an earlier step / rows that were looked up |
         | `spec/draft_accept_rate` | reused tokens / tokens of the drafts that were scored |
         | `spec/full_reuse_rate` | rows that needed no generation / rows |
         | `spec/fresh_row_rate` | rows without a reused token / rows |
@@ -142,13 +145,18 @@ class RolloutCounts:
         | `spec/paused_rate` | rows not looked up because verifying did not pay / rows |
         | `spec/dropped_drafts` | drafts that could not be used (vocabulary, context length, no log-probs) |
         | `spec/unstored_rows` | responses that were not cached |
+        | `spec/corrupt_rows` | rows of the cache that were damaged, and misses; a damaged file counts as one |
         | `spec/masked_row_rate` | rows that the trainer's importance correction leaves out of the loss / rows |
         | `spec/exchanged_mib` | trajectories that all ranks sent to other nodes, MiB; only with several nodes |
-        | `spec/time/lookup_s`, `verify_s`, `generate_s`, `store_s` | seconds of each stage |
+        | `spec/time/lookup_s` | seconds of looking up drafts |
+        | `spec/time/verify_s` | seconds of scoring drafts and deciding on them |
+        | `spec/time/generate_s` | seconds of generating, but for sending weights to vLLM, waking it and its sleep |
+        | `spec/time/store_s` | seconds of storing trajectories |
         | `spec/time/spared_s` | seconds of the trainer's log-prob pass that verification saved |
         | `prune/pruned_fraction` | responses given up at the detection length / responses started |
         | `prune/saved_tokens` | tokens that these were not sampled: an estimate, by the mean of those that went on |
-        | `prune/time/judge_s`, `prune/time/learn_s` | seconds of judging, and of learning to |
+        | `prune/time/judge_s` | seconds of judging responses at the detection length |
+        | `prune/time/learn_s` | seconds of learning to judge |
 
         `spec/cache_rows` and `spec/cache_mib`, and those of the pruner, are added by
         [`SpeculativeRollout.take_metrics`].
@@ -158,6 +166,7 @@ class RolloutCounts:
             "spec/reused_tokens": float(self.reused_tokens),
             "spec/dropped_drafts": float(self.dropped_drafts),
             "spec/unstored_rows": float(self.unstored_rows),
+            "spec/corrupt_rows": float(self.corrupt_rows),
             "spec/time/lookup_s": self.lookup_s,
             "spec/time/verify_s": self.verify_s,
             "spec/time/generate_s": self.generate_s,
@@ -166,7 +175,7 @@ class RolloutCounts:
         }
         ratios = {
             "spec/reused_token_fraction": (self.reused_tokens, self.completion_tokens),
-            "spec/draft_hit_rate": (self.draft_rows, self.rows),
+            "spec/draft_hit_rate": (self.draft_rows, self.rows - self.paused_rows),
             "spec/draft_accept_rate": (self.reused_tokens, self.drafted_tokens),
             "spec/full_reuse_rate": (self.full_reuse_rows, self.rows),
             "spec/fresh_row_rate": (self.rows - self.reuse_rows, self.rows),

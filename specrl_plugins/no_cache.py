@@ -11,6 +11,7 @@ class NoCache:
     """Stands in for a [`TrajectoryCache`]: takes everything, has nothing, and touches no disk."""
 
     mib = 0.0
+    corrupt = 0
 
     def __len__(self) -> int:
         return 0

@@ -88,6 +88,7 @@ class SpeculativeRollout(RolloutLedger):
         self.vocab_size = vocab_size
         self.pruning = pruning
         self._warned_unstored = False
+        self._corrupt_before = 0  # what the cache had counted when a batch was last stored
 
     def run(self, engine: Engine, prompts: Sequence[list[int]], cap: int, step: int) -> Rollout:
         """Roll out a batch: one response a prompt. Nothing is stored before [`store`].
@@ -171,6 +172,8 @@ class SpeculativeRollout(RolloutLedger):
                     self.pruning.learn(rollout.judged, rollout.responses, rewards)
         if not isinstance(self.cache, NoCache):
             self._put(rollout, logprobs, rewards)
+        counts.corrupt_rows += self.cache.corrupt - self._corrupt_before
+        self._corrupt_before = self.cache.corrupt
         # Once all ranks are here, all have stored: no look-up for a later step can come too early.
         total = totals(self.ranks.gather(counts))
         self.observe(total)

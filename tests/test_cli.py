@@ -69,6 +69,7 @@ def test_stats(capsys, directory):
         "bytes per token": f"{mib * 2**20 / 120:.1f}",
         "oldest step": "1",
         "newest step": "3",
+        "damaged files": "0",
         "model": "tiny",
         "tokenizer": "abc",
         "vocab_size": "1000",

@@ -32,6 +32,8 @@ BATCH = RolloutCounts(
     dropped_length=2,
     dropped_nonfinite=3,
     unstored_rows=1,
+    corrupt_rows=4,
+    paused_rows=2,
     corrected_rows=8,
     masked_rows=2,
     exchanged_bytes=2**19,
@@ -53,7 +55,7 @@ def test_ratios_have_the_denominators_that_they_name():
     metrics = BATCH.metrics()
     expected = {
         "reused_token_fraction": 0.25,
-        "draft_hit_rate": 0.8,
+        "draft_hit_rate": 1.0,
         "draft_accept_rate": 0.5,
         "full_reuse_rate": 0.1,
         "fresh_row_rate": 0.6,
@@ -65,9 +67,10 @@ def test_ratios_have_the_denominators_that_they_name():
         "reward_gap": 0.75 - 0.2,
         "refresh_rate": 0.2,
         "outlived_rate": 0.1,
-        "paused_rate": 0.0,
+        "paused_rate": 0.2,
         "dropped_drafts": 6,
         "unstored_rows": 1,
+        "corrupt_rows": 4,
         "masked_row_rate": 0.25,
         "exchanged_mib": 0.5,
         "time/lookup_s": 0.1,
@@ -83,10 +86,11 @@ def test_ratios_have_the_denominators_that_they_name():
 
 
 def test_every_metric_is_documented():
-    table = RolloutCounts.metrics.__doc__
-    documented = set(re.findall(r"`(?:spec/|prune/)?(?:time/)?([a-z_]+)`", table))
-    of_the_cache = {"cache_rows", "cache_mib"}  # added by `SpeculativeRollout.take_metrics`
-    assert {name.split("/")[-1] for name in BATCH.metrics()} | of_the_cache == documented
+    """Each by its whole name, once, in the first column of the table."""
+    documented = re.findall(r"^ *\| `([^`]+)` \| \S", RolloutCounts.metrics.__doc__, re.MULTILINE)
+    assert sorted(documented) == sorted(BATCH.metrics())
+    rows = re.findall(r"^ *\|.*$", RolloutCounts.metrics.__doc__, re.MULTILINE)
+    assert len(rows) == len(documented) + 2  # with the head of the table
 
 
 def test_counts_add_up_before_ratios_are_taken():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from itertools import pairwise
 
 import pytest
@@ -35,6 +37,7 @@ from openrlhf_integration.rollout_actor import COUNTS_KEY
 from openrlhf_integration.samples_generator import SpecSamplesGenerator
 from openrlhf_integration.start import start_cache_of
 from specrl_plugins import TrajectoryCache, prompt_key
+from specrl_plugins.cache import FILE_NAME
 
 pytestmark = [pytest.mark.openrlhf, pytest.mark.ray, pytest.mark.vllm, pytest.mark.usefixtures("ray_running")]
 
@@ -182,6 +185,18 @@ def test_responses_that_fill_the_context_are_reused_too(run, policy):
     # vLLM cannot score a sequence that leaves no room: the last token, be it the end token, is sampled again.
     assert sum(m["spec/dropped_drafts"] for m in metrics) == 0
     assert sum(m["spec/generated_tokens"] for m in metrics) == sum(int(s.total_length) == 64 for s in first)
+
+
+def test_damaged_rows_are_misses_and_counted_once(run, tmp_path):
+    generator, kwargs = run(rule="full")
+    epoch(generator, kwargs)
+    (path,) = tmp_path.rglob(FILE_NAME)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE payloads SET cap = cap + 1 WHERE id IN (SELECT id FROM payloads LIMIT 5)")
+    _, metrics = epoch(generator, kwargs)
+    assert sum(m["spec/corrupt_rows"] for m in metrics) == 5
+    _, metrics = epoch(generator, kwargs)
+    assert sum(m["spec/corrupt_rows"] for m in metrics) == 0
 
 
 def test_a_prompt_twice_in_a_batch_has_slots_of_its_own(run, policy):

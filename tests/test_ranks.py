@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tabular import TabularEngine
-from test_rollout import OLD, PROMPTS, SETTINGS, Broken, visit
+from test_rollout import OLD, PROMPTS, SETTINGS, Broken, damage_rows, visit
 
 from specrl_plugins import ReusePolicy, SpeculativeRollout, TrajectoryCache, VerificationGuard
 from specrl_plugins.ranks import OneRank, leads_node, own_rows, together
@@ -72,6 +72,39 @@ def test_a_broken_scorer_is_refused_by_all_ranks_or_none(tmp_path):
     # Too few on each rank to condemn it, enough on both.
     few = visits(tmp_path / "few", ROWS // 2, bad=(ROWS // 2, ROWS // 2))
     assert [type(seen) for seen in few] == [ValueError, ValueError]
+
+
+@pytest.mark.parametrize(("bad", "refused"), [((ROWS, 0), False), ((ROWS, 1), True)])
+def test_a_broken_sampler_is_refused_by_all_ranks_or_none(tmp_path, bad, refused):
+    def work(rank):
+        with TrajectoryCache(tmp_path, SETTINGS) as cache:
+            rollout = SpeculativeRollout(cache, ReusePolicy(), len(OLD), ranks=rank)
+            prompts = PROMPTS[rank.index * ROWS : (rank.index + 1) * ROWS]
+            visit(rollout, Idle(OLD, bad_samples=bad[rank.index]), prompts)
+            return len(cache)
+
+    seen = on_ranks(2, work)
+    if refused:
+        assert all(f"{ROWS + 1} of {2 * ROWS} responses" in str(error) for error in seen)
+    else:
+        assert seen == [ROWS, ROWS]
+    with TrajectoryCache(tmp_path) as cache:
+        assert len(cache) == ROWS - refused  # what is good is stored
+
+
+def test_damaged_rows_add_up_over_ranks(tmp_path):
+    def work(rank, step):
+        with TrajectoryCache(tmp_path, SETTINGS) as cache:
+            guard = VerificationGuard(may_pause=False)
+            rollout = SpeculativeRollout(cache, ReusePolicy(), len(OLD), guard, rank)
+            prompts = PROMPTS[rank.index * ROWS : (rank.index + 1) * ROWS]
+            visit(rollout, Idle(OLD), prompts, step=step)
+            return rollout.take_metrics()["spec/corrupt_rows"]
+
+    assert on_ranks(2, lambda rank: work(rank, 1)) == [0, 0]
+    with TrajectoryCache(tmp_path, SETTINGS) as cache:
+        damage_rows(cache, 2 * ROWS - 3)  # some of each rank's
+    assert on_ranks(2, lambda rank: work(rank, 2)) == [2 * ROWS - 3] * 2
 
 
 def test_what_fails_on_one_rank_fails_on_all():

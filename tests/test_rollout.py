@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import sqlite3
 import tempfile
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from specrl_plugins import (
     prompt_key,
 )
 from specrl_plugins.acceptance import uniforms
+from specrl_plugins.cache import FILE_NAME
 
 VOCAB = 8
 OLD, NEW = random_table(VOCAB, 1), random_table(VOCAB, 2)
@@ -522,6 +524,33 @@ def test_damaged_cache_does_not_stop_training(tmp_path):
     assert len(list(tmp_path.glob("damaged-*.sqlite"))) == 1
 
 
+def damage_rows(cache, count):
+    """Change what a number of rows say, which their checksums then show."""
+    cache.close()
+    with closing(sqlite3.connect(cache.path)) as db, db:
+        db.execute("UPDATE payloads SET cap = cap + 1 WHERE id IN (SELECT id FROM payloads LIMIT ?)", (count,))
+
+
+def test_damaged_rows_are_misses_and_counted_once(tmp_path):
+    rollout = speculative(tmp_path, rule="full")
+    engine = TabularEngine(OLD)
+    visit(rollout, engine)
+    damage_rows(rollout.cache, 7)
+    counts = visit(rollout, engine, step=2).counts
+    assert (counts.corrupt_rows, counts.draft_rows) == (7, len(PROMPTS) - 7)
+    assert visit(rollout, engine, step=3).counts.corrupt_rows == 0
+    assert rollout.take_metrics()["spec/corrupt_rows"] == rollout.total.corrupt_rows == 7
+
+
+def test_a_damaged_file_counts_whenever_it_is_found(tmp_path):
+    (tmp_path / FILE_NAME).write_bytes(b"no database" * 1000)
+    rollout = speculative(tmp_path)  # when it is opened
+    assert visit(rollout, TabularEngine(OLD)).counts.corrupt_rows == 1
+    rollout.cache.close()
+    rollout.cache.path.write_bytes(b"no database" * 1000)
+    assert visit(rollout, TabularEngine(OLD), step=2).counts.corrupt_rows == 1
+
+
 # -- metrics
 
 
@@ -657,6 +686,8 @@ def test_paused_guard_looks_nothing_up_but_goes_on_storing(tmp_path):
     assert rollout.guard.paused
     done = visit(rollout, engine, step=3)
     assert done.counts.paused_rows == len(PROMPTS) and done.counts.draft_rows == 0
+    assert done.counts.metrics()["spec/paused_rate"] == 1
+    assert "spec/draft_hit_rate" not in done.counts.metrics()  # nobody looked
     assert not rollout.guard.paused
     assert rollout.cache.stats().oldest_step == 3
 
@@ -665,7 +696,8 @@ def test_a_batch_of_the_same_step_is_no_draft(tmp_path):
     rollout = speculative(tmp_path, rule="full")
     engine = TabularEngine(OLD)
     visit(rollout, engine, step=3)
-    assert visit(rollout, engine, step=3).counts.reused_tokens == 0
+    same = visit(rollout, engine, step=3).counts
+    assert same.reused_tokens == 0 and same.metrics()["spec/draft_hit_rate"] == 0
     assert visit(rollout, engine, step=4).counts.reused_tokens > 0
 
 

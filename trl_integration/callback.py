@@ -224,6 +224,8 @@ def summary(total: RolloutCounts, plain_cost: float | None) -> str:
         f"  generating {total.generate_s:.1f} s, verifying {total.verify_s:.1f} s (of which {total.spared_s:.1f} s "
         f"spared the trainer), looking up and storing {total.lookup_s + total.store_s:.1f} s",
     ]
+    if total.corrupt_rows:
+        lines.append(f"  {total.corrupt_rows} rows of the cache were damaged and were not used")
     if plain_cost is not None:
         saved = plain_cost * total.completion_tokens - total.seconds
         lines.append(
