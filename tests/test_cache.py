@@ -368,6 +368,21 @@ def test_processes_that_start_together_share_one_file(tmp_path, before):
             assert len(cache) == 6 and len(damaged(cache)) == bool(before)
 
 
+def test_a_batch_is_looked_up_as_it_was_at_one_moment(cache):
+    """Another writer replaces the whole batch while its first row is being read."""
+    cache.put_many(rows_of(5))
+
+    class Interrupted(TrajectoryCache):
+        def _decode(self, columns):
+            cache.put_many(rows_of(5, step=2))
+            return super()._decode(columns)
+
+    with Interrupted(cache.directory, SETTINGS) as reader:
+        for step in (1, 2):
+            found = reader.get_many([key((i,)) for i in range(5)])
+            assert [trajectory.step for trajectory in found] == [step] * 5
+
+
 def test_forked_child_reads_and_writes(cache):
     cache.put_many(rows_of(4))
 
