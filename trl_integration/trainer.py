@@ -444,18 +444,17 @@ class SpecRolloutMixin:
         return scored
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.spec_rollout is None:
-            super().log(logs, start_time)
-            return
         # Where a run ends with an evaluation its summary comes in evaluation mode: TRL would take it for one, and lose
         # what was not logged before.
-        training = self.model.training
-        self.model.train(training or "train_runtime" in logs)
-        if self.model.training:
+        ended_evaluating = self.spec_rollout is not None and "train_runtime" in logs and not self.model.training
+        if ended_evaluating:
+            self.model.train()
+        if self.spec_rollout is not None and self.model.training:
             for name, value in self.spec_rollout.take_metrics().items():
                 self._metrics["train"][name].append(value)
         super().log(logs, start_time)
-        self.model.train(training)
+        if ended_evaluating:
+            self.model.eval()
 
 
 def _adapters(model: Any) -> tuple[bool, list[str]]:
