@@ -156,7 +156,7 @@ class SpecRolloutCallback(RunLog):
             and not total.paused_rows
         ):
             self._warned_no_draft = True
-            if 2 * total.unstored_rows > total.rows:  # the prompts may well have come back
+            if total.mostly_unstored:  # the prompts may well have come back
                 logger.warning(
                     "After %.1f epochs nothing can be reused: %d of %d completions were not cached. Their log-probs "
                     "were not finite (have the weights diverged?), or the disk refused them.",
