@@ -74,14 +74,14 @@ LAST_STEPS = 4
 def write_summary(output: Path, command: str, commit: str | None = None) -> None:
     """Write `summary.json` into the folder of the runs.
 
-    For each setting: `step` and `drift`, means over the steps from the second epoch on, of all seeds; `curves`, for
-    each seed what the policy is expected to earn after each step (`policy`, where the task has worked solutions), the
-    mean reward of its samples, and the seconds until then; `final`, mean and standard deviation over seeds of the last
-    steps; `at_step`, the same after a quarter, half, three quarters of the steps; `at_seconds`, the same of the last
-    two steps when the quickest of all finished runs was through; `learned`, steps, seconds and generated tokens until
-    the curve reaches 80% and 90% of plain's final value, each seed's own (`null` where it does not). `against_plain`
-    are ratios above 1 where the setting is better: of these, where all seeds got there in both, and of the seconds of a
-    rollout and of a step and the tokens generated, each step.
+    For each setting: `first_epoch`, means over its steps, of all seeds; `step` and `drift`, means over those from the
+    second epoch on; `curves`, for each seed what the policy is expected to earn after each step (`policy`, where the
+    task has worked solutions), the mean reward of its samples, and the seconds until then; `final`, mean and standard
+    deviation over seeds of the last steps; `at_step`, the same after a quarter, half, three quarters of the steps;
+    `at_seconds`, the same of the last two steps when the quickest of all finished runs was through; `learned`, steps,
+    seconds and generated tokens until the curve reaches 80% and 90% of plain's final value, each seed's own (`null`
+    where it does not). `against_plain` are ratios above 1 where the setting is better: of these, where all seeds got
+    there in both, and of the seconds of a rollout and of a step and the tokens generated, each step.
 
     Args:
         output (`Path`): the `--output` of the runs.
@@ -159,10 +159,10 @@ def _load(directory: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _setting(directory: Path, seeds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    warm = [entry for steps in seeds.values() for entry in steps if entry["epoch"] > 1 + 1e-6]
+    every = [entry for steps in seeds.values() for entry in steps]
+    warm = [entry for entry in every if entry["epoch"] > 1 + 1e-6]
     curves = {seed: _curve(steps) for seed, steps in seeds.items()}
     measured = "policy" if all("policy" in curve for curve in curves.values()) else "reward"
-    every = [entry for steps in seeds.values() for entry in steps]
     finished = sorted(directory.glob("seed-*/finished.json"))
     # A run that was cut off has no end to speak of, unless all were.
     whole = [curves[path.parent.name][measured] for path in finished] or [curve[measured] for curve in curves.values()]
@@ -171,6 +171,7 @@ def _setting(directory: Path, seeds: dict[str, list[dict[str, Any]]]) -> dict[st
         "steps": [len(steps) for steps in seeds.values()],
         "finished": [path.parent.name for path in finished],
         "runs_on_one_device": [json.loads(path.read_text())["runs_on_one_device"] for path in finished],
+        "first_epoch": _over([entry for entry in every if entry["epoch"] <= 1 + 1e-6], STEP),
         "step": _over(warm, STEP),
         "drift": _over(warm, DRIFT),
         # Each generated token is trained on so many times.

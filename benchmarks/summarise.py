@@ -159,13 +159,18 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
     "reuse_step_speedup": ("whole training step, in the same runs: plain / reuse", None, [_steps("plain", "reuse")]),
     "both_step_speedup": (
         "all of 16 responses a prompt trained on / pruned to 8, with reuse",
-        "the product",
+        "the product of the two",
         [_steps("plain+wide", "prune")],
     ),
     "head_auc": (
         "chance that of a success and a failure the quality head scores the success higher",
         None,
         [_training(("plain+prune", "drift", "head_auc"))],
+    ),
+    "head_auc_in_groups": (
+        "the same for two responses to one prompt, both ended or both not: what pruning depends on",
+        None,
+        [_training(("plain+prune", "drift", "head_auc_in_groups"))],
     ),
     "core_seconds_per_million_tokens": (
         "CPU seconds of looking up, accepting, assembling and storing a million tokens, one core, 10,000 held",
@@ -359,7 +364,8 @@ def _replayed(results: Path) -> str:
             ]
         )
     commands = "\n".join(f"    {process['command']}" for process in summary["processes"])
-    return f"{commands}\n\n{_markdown(lines)}\n\n![Seconds of a rollout stage, plain and with reuse](replay.png)"
+    chart = "![Seconds of a rollout stage, plain and with reuse; hollow: of an earlier commit](replay.png)"
+    return f"{commands}\n\n{_markdown(lines)}\n\n{chart}"
 
 
 def _reward(spread: dict[str, float]) -> str:
@@ -459,6 +465,7 @@ def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
     settings = json.loads(path.read_text())["settings"]
     tokens = {name: setting["tokens"] for name, setting in settings.items() if name.startswith("spec-rl")}
     base = tokens[REPLAYED]
+    newest = settings[REPLAYED]["commit"]
     # A panel for each thing that is varied: the settings that are like the base one in the other two.
     alike = {"rows": lambda t: t["rows"], "reused": lambda t: t["reused_share"], "long": _tokens_a_row}
     labels = {"rows": "responses at once", "reused": "share of tokens reused", "long": "tokens a response"}
@@ -468,9 +475,15 @@ def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
         names = [n for n, t in tokens.items() if all(_near(alike[o](t), alike[o](base)) for o in others)]
         names.sort(key=lambda name: alike[varied](tokens[name]))
         for kind, colour in {"plain": grey, "trainer": blue, "engine": orange, "limit": green}.items():
-            seconds = {name: settings[name]["seconds"][kind] for name in names if kind in settings[name]["seconds"]}
-            at = [alike[varied](tokens[name]) for name in seconds]
-            panel.plot(at, [took["total_s"] for took in seconds.values()], "o-", color=colour, label=kind)
+            for commit in {settings[name]["commit"]: None for name in names}:  # they are not to be compared
+                seconds = {
+                    name: settings[name]["seconds"][kind]["total_s"]
+                    for name in names
+                    if settings[name]["commit"] == commit and kind in settings[name]["seconds"]
+                }
+                at = [alike[varied](tokens[name]) for name in seconds]
+                own = dict(label=kind) if commit == newest else dict(markerfacecolor="none", linestyle=":")
+                panel.plot(at, list(seconds.values()), marker="o", color=colour, **own)
         panel.set_xlabel(labels[varied])
         panel.set_ylim(bottom=0)
     panels[0].set_ylabel("seconds of the rollout stage")

@@ -146,7 +146,7 @@ class RolloutCounts:
         | `spec/dropped_drafts` | drafts that could not be used (vocabulary, context length, no log-probs) |
         | `spec/unstored_rows` | responses that were not cached |
         | `spec/corrupt_rows` | rows of the cache that were damaged, and misses; a damaged file counts as one |
-        | `spec/masked_row_rate` | rows that the trainer's importance correction leaves out of the loss / rows |
+        | `spec/masked_row_rate` | rows that importance correction leaves out of the loss / rows that it looked at |
         | `spec/exchanged_mib` | trajectories that all ranks sent to other nodes, MiB; only with several nodes |
         | `spec/time/lookup_s` | seconds of looking up drafts |
         | `spec/time/verify_s` | seconds of scoring drafts and deciding on them |

@@ -9,7 +9,8 @@ turns reuse on. Every other flag is TRL's.
         --per_device_train_batch_size 64 --max_completion_length 512 --learning_rate 1e-6 \
         --use_spec_rollout true --report_to wandb
 
-The same through `accelerate launch --num_processes 1`. The tasks come from the package `reasoning-gym`.
+The same through `accelerate launch --num_processes 1`. The tasks come from the package `reasoning-gym`; the command
+above needs `pip install -e '.[trl,vllm]' reasoning-gym wandb`.
 """
 
 from __future__ import annotations
