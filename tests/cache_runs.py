@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from conftest import make_trajectory
@@ -26,6 +30,29 @@ def rows_of(count, step=1, length=40):
 
 def damaged(cache: TrajectoryCache) -> list[Path]:
     return sorted(cache.directory.glob("damaged-*.sqlite"))
+
+
+@contextmanager
+def another_run(directory: Path, fingerprint: str = "None", then: str = "pass") -> Iterator[int]:
+    """A process that has claimed a cache, and done something `then` to `cache`, until the block ends; its id."""
+    script = f"""
+from cache_runs import SETTINGS, rows_of
+from specrl_plugins import TrajectoryCache
+cache = TrajectoryCache({str(directory)!r}, {fingerprint})
+cache.claim()
+{then}
+print("claimed", flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "claimed\n"
+        try:
+            yield other.pid
+        finally:
+            other.stdin.close()
 
 
 def in_children(count, body):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cache_runs import SETTINGS, damaged, get, in_children, key, rows_of
+from cache_runs import SETTINGS, another_run, damaged, get, in_children, key, rows_of
 from conftest import make_trajectory, same
 from disk import full_disk
 
@@ -332,24 +332,10 @@ def test_a_deleted_directory_that_another_run_has_made_is_its_own(cache):
     cache.claim()
     cache.put_many(rows_of(3))
     shutil.rmtree(cache.directory)
-    script = f"""
-from cache_runs import SETTINGS, rows_of
-from specrl_plugins import TrajectoryCache
-other = TrajectoryCache({str(cache.directory)!r}, SETTINGS)
-other.claim()
-other.put_many(rows_of(2, step=7))
-print("claimed", flush=True)
-input()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdin is not None and other.stdout is not None
-        assert other.stdout.readline() == "claimed\n"
+    with another_run(cache.directory, "SETTINGS", "cache.put_many(rows_of(2, step=7))") as pid:
         assert cache.get_many([key((0,)), key((1,))]) == [None, None]
-        with pytest.raises(CacheWriteError, match=f"in use by another run .process {other.pid}"):
+        with pytest.raises(CacheWriteError, match=f"in use by another run .process {pid}"):
             cache.put_many(rows_of(4))
-        other.stdin.close()
     check_full(cache, rows_of(2, step=7))
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cache_runs import another_run
 from conftest import make_trajectory, same
 from test_report import plain_entry, reuse_run, write
 
@@ -210,25 +211,13 @@ def test_prune_everything(capsys, directory):
 
 def test_prune_by_step_is_refused_while_a_run_has_the_cache(capsys, directory):
     """A run in another process. By size it may be pruned: a run does that to its own cache."""
-    script = f"""
-from specrl_plugins import TrajectoryCache
-cache = TrajectoryCache({str(directory)!r})
-cache.claim()
-print("claimed", flush=True)
-input()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdin is not None and other.stdout is not None
-        assert other.stdout.readline() == "claimed\n"
+    with another_run(directory) as pid:
         before = contents(directory)
         code, out, err = run(capsys, "cache", "prune", directory, "--after-step", 1)
         assert (code, out) == (2, "")
-        assert f"in use by another run (process {other.pid})" in err and err.count("\n") == 1
+        assert f"in use by another run (process {pid})" in err and err.count("\n") == 1
         assert contents(directory) == before
         assert run(capsys, "cache", "prune", directory, "--max-mib", 100)[0] == 0
-        other.stdin.close()
     assert run(capsys, "cache", "prune", directory, "--after-step", 1)[1].startswith("4 rows forgotten, 2 left (")
 
 
