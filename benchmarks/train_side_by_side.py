@@ -36,6 +36,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -157,7 +158,7 @@ def side_by_side(options: argparse.Namespace, settings: list[str]) -> None:
 
     options.output.mkdir(parents=True, exist_ok=True)
     _refuse_other_settings(options, settings)
-    summarise = functools.partial(write_summary, options.output, " ".join(sys.argv), options.commit)
+    summarise = functools.partial(write_summary, options.output, shlex.join(sys.argv), options.commit)
     if options.summary_only:
         summarise()
         print(table(options.output))
