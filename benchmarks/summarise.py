@@ -3,7 +3,7 @@
     python benchmarks/summarise.py           # writes benchmarks/results/summary.json, and pruning.json beside it
     python benchmarks/summarise.py --docs    # and the tables and charts of docs/results.md
 
-Runs of `train_side_by_side.py` are looked for in `results/train-h200`.
+Runs of `train_side_by_side.py` are looked for in `results/train-h200`, those with pruning in `results/pruning-h200`.
 
 Each figure has a list of places where it may be found; the first one that exists is taken, and said. A figure that
 nothing has measured is left out. In `docs/results.md` only what is between `<!-- table: NAME -->` and `<!-- end -->` is
@@ -23,6 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 REPLAYED = "spec-rl-512-rows-0.67-reused-900-tokens"  # the setting that the figures of the replay are of
 MOST_REPLAYED = "spec-rl-2048-rows-0.67-reused-900-tokens"
+TRAINED, PRUNED = "train-h200", "pruning-h200"  # the folders of `train_side_by_side.py`
 REPLAY_COMMAND = "python benchmarks/replay_rollouts.py --output benchmarks/results/replay-h200"
 
 Path_ = tuple[str | int, ...]
@@ -65,12 +66,16 @@ def _trl(plain: Path_, reuse: Path_) -> Place:
     return Place("trl-h200", ("runs", *plain), ("runs", *reuse))
 
 
-def _training(value: Path_, over: Path_ | None = None) -> Place:
-    return Place("train-h200", ("settings", *value), ("settings", *over) if over else None)
+def _training(value: Path_, over: Path_ | None = None, directory: str = TRAINED) -> Place:
+    return Place(directory, ("settings", *value), ("settings", *over) if over else None)
+
+
+def _pruned(*value: str) -> Place:
+    return _training(value, directory=PRUNED)
 
 
 def _steps(slow: str, fast: str) -> Place:
-    return _training((slow, "step", "step_s"), (fast, "step", "step_s"))
+    return _training((slow, "step", "step_s"), (fast, "step", "step_s"), PRUNED)
 
 
 def _openrlhf(stage: str) -> Place:
@@ -144,7 +149,15 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
     "time_to_reward": (
         "seconds of training until 90% of plain's final reward, plain / reuse",
         ">= 1.43",
-        [_training(("reuse", "against_plain", "seconds_to_0.9"))],
+        [
+            _training(("reuse", "against_plain", "seconds_to_0.9"), directory=directory)
+            for directory in (TRAINED, PRUNED)
+        ],
+    ),
+    "time_to_reward_80": (
+        "the same until 80%",
+        None,
+        [_training(("reuse", "against_plain", "seconds_to_0.8"))],
     ),
     "final_reward": (
         "expected reward after the last steps, reuse / plain",
@@ -165,12 +178,12 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
     "head_auc": (
         "chance that of a success and a failure the quality head scores the success higher",
         None,
-        [_training(("plain+prune", "drift", "head_auc"))],
+        [_pruned("plain+prune", "drift", "head_auc")],
     ),
     "head_auc_in_groups": (
         "the same for two responses to one prompt, both ended or both not: what pruning depends on",
         None,
-        [_training(("plain+prune", "drift", "head_auc_in_groups"))],
+        [_pruned("plain+prune", "drift", "head_auc_in_groups")],
     ),
     "core_seconds_per_million_tokens": (
         "CPU seconds of looking up, accepting, assembling and storing a million tokens, one core, 10,000 held",
@@ -254,7 +267,7 @@ def summarise(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
 
 def pruning(results: Path = RESULTS) -> dict[str, Any] | None:
     """What the runs with pruning, and those that they are compared with, showed; `None` where there are none."""
-    path = results / "train-h200" / "summary.json"
+    path = results / PRUNED / "summary.json"
     settings = json.loads(path.read_text())["settings"] if path.exists() else {}
     if not any("head_auc" in setting["drift"] for setting in settings.values()):
         return None
@@ -308,7 +321,8 @@ def tables(results: Path = RESULTS) -> dict[str, str]:
         "figures": _figures(summarise(results)),
         "stages": _stages(stages(results)),
         "replay": _replayed(results),
-        "training": _trained(results),
+        "training": _trained(results, TRAINED, "training.png"),
+        "pruning": _trained(results, PRUNED, "pruning.png"),
     }
 
 
@@ -372,8 +386,8 @@ def _reward(spread: dict[str, float]) -> str:
     return f"{spread['mean']:.3f}" + (f" ± {spread['sd']:.3f}" if spread["seeds"] > 1 else "")
 
 
-def _trained(results: Path) -> str:
-    path = results / "train-h200" / "summary.json"
+def _trained(results: Path, directory: str, chart: str) -> str:
+    path = results / directory / "summary.json"
     if not path.exists():
         return "Not measured yet."
     summary = json.loads(path.read_text())
@@ -396,7 +410,7 @@ def _trained(results: Path) -> str:
             ]
         )
     commands = "\n".join(f"    {command}" for command in summary["command"])
-    return f"{commands}\n\n{_markdown(lines)}\n\n![Expected reward against seconds and against steps](training.png)"
+    return f"{commands}\n\n{_markdown(lines)}\n\n![Expected reward against seconds and against steps]({chart})"
 
 
 def _shown(value: Any) -> str:
@@ -444,7 +458,9 @@ def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
     axes.invert_yaxis()
     figure.legend(frameon=False, loc="outside upper center", ncols=3)
     figure.savefig(docs / "results.png", dpi=110)
-    if (path := results / "train-h200" / "summary.json").exists():
+    for directory, chart in ((TRAINED, "training.png"), (PRUNED, "pruning.png")):
+        if not (path := results / directory / "summary.json").exists():
+            continue
         curves = {name: setting["curves"] for name, setting in json.loads(path.read_text())["settings"].items()}
         colours = dict(zip(curves, (blue, grey, orange, green, "#CC79A7", "#E69F00", "#56B4E9"), strict=False))
         figure, panels = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", sharey=True)
@@ -458,7 +474,7 @@ def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
         panels[1].set_xlabel("optimizer steps")
         panels[0].set_ylabel("expected reward")
         panels[0].legend(frameon=False, fontsize="small")
-        figure.savefig(docs / "training.png", dpi=110)
+        figure.savefig(docs / chart, dpi=110)
     path = results / "replay-h200" / "summary.json"
     if not path.exists():
         return

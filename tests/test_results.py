@@ -92,9 +92,11 @@ def test_a_figure_that_changes_changes_the_page(replayed):
 
 def test_the_charts_are_drawn(replayed, tmp_path):
     pytest.importorskip("matplotlib")
-    trained(replayed / "train-h200", {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, {})})
+    for directory in ("train-h200", "pruning-h200"):
+        trained(replayed / directory, {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, {})})
     summarise.draw(replayed, tmp_path)
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("results.png", "replay.png", "training.png"))
+    drawn = ("results.png", "replay.png", "training.png", "pruning.png")
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in drawn)
 
 
 def trained(output, runs, steps=10):
@@ -119,23 +121,33 @@ def trained(output, runs, steps=10):
 def test_training_runs_are_summed_up(tmp_path):
     reused = {"spec/generated_tokens": 400, "spec/reused_token_fraction": 0.6}
     judged = {"prune/head_auc": 0.75}
-    trained(tmp_path / "train-h200", {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, reused)})
+    compared = {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, reused)}
+    trained(tmp_path / "train-h200", compared)
     assert summarise.pruning(tmp_path) is None
     pruned = {"plain+wide": (12.0, 0.05, {}), "plain+prune": (8.0, 0.05, judged), "prune": (5.0, 0.05, judged)}
-    trained(tmp_path / "train-h200", pruned)
+    trained(tmp_path / "pruning-h200", compared | pruned)
     found = summarise.summarise(tmp_path)
     expected = {
-        **{"step_speedup": 1.5, "time_to_reward": 1.5, "final_reward": 1.0},
+        **{"step_speedup": 1.5, "time_to_reward": 1.5, "time_to_reward_80": 1.5, "final_reward": 1.0},
         **{"prune_step_speedup": 1.5, "reuse_step_speedup": 1.5, "both_step_speedup": 2.4, "head_auc": 0.75},
     }
     assert {name: entry["value"] for name, entry in found.items()} == pytest.approx(expected)
     pruning = summarise.pruning(tmp_path)
     assert pruning["both_step_speedup"] == 2.4 and pruning["seconds"]["plain+prune"]["step_s"] == 8.0
     assert pruning["tokens"]["reuse"] == {"tokens": 1000, "generated": 400}
-    # The quickest run is through after 40 s: plain has made 6 of its 10 steps, each worth 0.05.
-    row = next(line for line in summarise.tables(tmp_path)["training"].splitlines() if line.startswith("| `plain` "))
-    assert "| 0.275 | 0.425 | 48 |" in row
     assert pruning["rewards"]["plain"]["seed-0"]["policy"][-1] == 0.5 and pruning["commit"] == "abc"
+    # The quickest run is through after 40 s: plain has made 6 of its 10 steps, each worth 0.05.
+    for table in ("training", "pruning"):
+        row = next(line for line in summarise.tables(tmp_path)[table].splitlines() if line.startswith("| `plain` "))
+        assert "| 0.275 | 0.425 | 48 |" in row
+
+
+def test_where_a_share_of_the_reward_was_not_reached_the_figure_is_of_runs_that_did(tmp_path):
+    trained(tmp_path / "train-h200", {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.043, {})})
+    trained(tmp_path / "pruning-h200", {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, {})})
+    found = summarise.summarise(tmp_path)
+    assert found["time_to_reward_80"]["source"].endswith("train-h200/summary.json")
+    assert found["time_to_reward"]["source"].endswith("pruning-h200/summary.json")
 
 
 def test_a_replay_that_was_cut_off_goes_on_with_what_is_missing(tmp_path):
