@@ -19,10 +19,12 @@ class Solutions:
     Attributes:
         ids (`problems` tensors of shape `(tokens,)`): prompt and solution.
         lines (`problems` tensors of shape `(tokens,)`): line of the solution that a token belongs to; -1 in the prompt.
+        in_part (`bool`): whether an answer that is right in part earns its share.
     """
 
     ids: list[torch.Tensor]
     lines: list[torch.Tensor]
+    in_part: bool
 
     @staticmethod
     def of(task: Task, tokenizer: Any) -> Solutions:
@@ -35,7 +37,7 @@ class Solutions:
             ids.append(torch.tensor(before + after))
             # The line break is part of the line that it ends, and the end token of the last one.
             lines.append(torch.cat([torch.full((len(before),), -1), ends.cumsum(0) - ends.long()]))
-        return Solutions(ids, lines)
+        return Solutions(ids, lines, task.in_part)
 
     def batches(self, order: list[int], size: int, device: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Padded `ids` and `lines` of shape `(size, tokens)`, in this order."""
@@ -61,8 +63,9 @@ def expected_reward(model: Any, solutions: Solutions, size: int = 16) -> float:
     """Mean reward that the policy would get at temperature 1, from one forward.
 
     The reward of an answer is the share of lines before the first wrong one. Given that the lines before are right,
-    line i is right with the probability p_i of its tokens, so the expectation is the mean over i of p_1 p_2 ... p_i.
-    (Another split of the same text into tokens is left out, and so is the cap.)
+    line i is right with the probability p_i of its tokens, so the expectation is the mean over i of p_1 p_2 ... p_i. Of
+    all or nothing it is the product over all lines. (Another split of the same text into tokens is left out, and so is
+    the cap.)
     """
     training = model.training
     model.eval()
@@ -75,6 +78,7 @@ def expected_reward(model: Any, solutions: Solutions, size: int = 16) -> float:
         lines = lines[:, 1:]
         per_line = torch.zeros(len(ids), count + 1, device=device).scatter_add_(1, lines + 1, logprobs)[:, 1:]
         exists = torch.arange(count, device=device) <= lines.max(1, keepdim=True).values
-        total += float(((per_line.cumsum(1).exp() * exists).sum(1) / exists.sum(1)).sum())
+        right = per_line.cumsum(1).exp()  # up to each line; past the last one, up to the last one
+        total += float(((right * exists).sum(1) / exists.sum(1) if solutions.in_part else right[:, -1]).sum())
     model.train(training)
     return total / len(solutions.ids)

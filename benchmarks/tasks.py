@@ -4,7 +4,7 @@ Most are of `reasoning-gym`.
 
 The worked solution of a problem is derived from it, so that a model can be warmed up on others of the kind. The reward
 is the share of lines before the first wrong one: it rises with each step that is learned, where a whole answer is right
-only once nearly all of them are.
+only once nearly all of them are. The latter, as most verifiable rewards are, is `Task.all_or_nothing`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -30,13 +30,19 @@ class Task:
         prompts (`problems` conversations): what is asked.
         solutions (`problems` strings, *optional*): worked solutions, where the task has any.
         score (callable): reward, between 0 and 1, of an answer to the problem of this index.
+        in_part (`bool`): whether an answer that is right in part earns its share.
     """
 
     prompts: list[Conversation]
     solutions: list[str] | None
     score: Callable[[str, int], float]
+    in_part: bool = True
 
     __name__ = "correct"  # under which TRL logs the reward
+
+    def all_or_nothing(self) -> Task:
+        """The same problems, with a reward of 1 for an answer that is right to its end, and of 0 for any other."""
+        return replace(self, score=lambda answer, index: float(self.score(answer, index) == 1.0), in_part=False)
 
     def dataset(self) -> Dataset:
         """One row a problem: its prompt and its index."""
@@ -145,7 +151,8 @@ def sums(problems: int, terms: int = 6, digits: int = 1, seed: int = 0) -> Task:
         found = re.findall(r"-?\d+", answer)
         return float(data.score_answer(found[-1] if found else None, problems_[index]))
 
-    return Task([[*example, *_ask(problem["metadata"]["expression"])] for problem in problems_], None, last_number)
+    prompts = [[*example, *_ask(problem["metadata"]["expression"])] for problem in problems_]
+    return Task(prompts, None, last_number, in_part=False)
 
 
 TASKS = {"totals": totals, "sorting": sorting, "counting": counting, "sums": sums}

@@ -83,7 +83,10 @@ TINY = dict(
 PROBLEM = dict(prompts=256, task="totals", warm_up_problems=4000)
 TINY_PROBLEM = dict(prompts=32, task="counting", terms=20, digits=2, warm_up_problems=1200)
 # What the runs of one OUT must have in common.
-SHARED = ("model", "task", "prompts", "terms", "digits", "warm_up", "warm_up_problems", "warm_up_learning_rate")
+SHARED = (
+    "model", "task", "all_or_nothing", "prompts", "terms", "digits", "warm_up", "warm_up_problems",
+    "warm_up_learning_rate",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -98,6 +101,7 @@ def main() -> None:
     parser.add_argument(
         "--task", choices=("totals", "sorting", "counting", "sums"), help="default: totals; tiny: counting"
     )
+    parser.add_argument("--all_or_nothing", action="store_true", help="no reward for an answer that is right in part")
     parser.add_argument("--prompts", type=int, help="problems to train on (default 256; tiny: 32)")
     parser.add_argument("--terms", type=int, help="length of each problem (default: the task's)")
     parser.add_argument("--digits", type=int, help="of its numbers (default: the task's)")
@@ -257,7 +261,6 @@ def _refuse_other_settings(options: argparse.Namespace, settings: list[str]) -> 
 
 def warm_up(options: argparse.Namespace) -> None:
     """Make the model that all runs begin with."""
-    import tasks
     import torch
     from tiny_model import tiny_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -268,7 +271,7 @@ def warm_up(options: argparse.Namespace) -> None:
     else:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)  # as TRL trains
         tokenizer = AutoTokenizer.from_pretrained(options.model)
-    problems = functools.partial(getattr(tasks, options.task), **_problem(options))
+    problems = functools.partial(_problems, options)
     warm_up(
         model, tokenizer, problems(options.warm_up_problems, seed=1), problems(128, seed=2),
         _directory(options, "warm-up"), options.warm_up, options.warm_up_steps, options.warm_up_learning_rate,
@@ -279,7 +282,6 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
     """One run."""
     if options.model != "tiny" or "--use_vllm" in settings:
         _prepare_vllm()
-    import tasks
     import torch
     from solutions import Solutions, expected_reward
     from stages import StepMeter
@@ -302,7 +304,7 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
     if shared:
         _take_unmeasured(args.vllm_gpu_memory_utilization)
     model = str(_directory(options, "warm-up")) if options.warm_up else options.model
-    task = getattr(tasks, options.task)(options.prompts, **_problem(options))
+    task = _problems(options, options.prompts)
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     trainer = SpecGRPOTrainer(
         model=model, args=args, reward_funcs=task, train_dataset=task.dataset(), processing_class=tokenizer
@@ -321,8 +323,13 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _problem(options: argparse.Namespace) -> dict[str, int]:
-    return {name: value for name in ("terms", "digits") if (value := getattr(options, name)) is not None}
+def _problems(options: argparse.Namespace, count: int, seed: int = 0) -> Any:
+    """So many problems of the task that was asked for."""
+    import tasks
+
+    sizes = {name: value for name in ("terms", "digits") if (value := getattr(options, name)) is not None}
+    task = getattr(tasks, options.task)(count, seed=seed, **sizes)
+    return task.all_or_nothing() if options.all_or_nothing else task
 
 
 def _prepare_vllm() -> None:

@@ -29,13 +29,18 @@ def test_worked_solutions_earn_everything_and_a_wrong_line_ends_it(name):
         assert task.score("\n".join(lines[:3]), index) == 3 / len(lines)
         assert task.score(solution + "\n", index) == (len(lines) - 1) / len(lines)  # it does not end where it should
         assert task.score("", index) == 0.0
+        whole = task.all_or_nothing().score
+        assert whole(solution, index) == 1.0
+        assert not any(whole(other, index) for other in ("\n".join(lines[:-1]), solution + "\n", ""))
 
 
-def test_expected_reward_is_the_mean_of_sampled_rewards(tmp_path):
+@pytest.mark.parametrize("in_part", [True, False])
+def test_expected_reward_is_the_mean_of_sampled_rewards(tmp_path, in_part):
     """Mean reward of 512 samples against the expectation, within four standard errors."""
     task = tasks.counting(2, terms=4, digits=1)
     model, tokenizer = tiny_model()
     warm_up(model, tokenizer, task, task, tmp_path, reward=0.3, most_steps=200, learning_rate=5e-3, every=2)
+    task = task if in_part else task.all_or_nothing()
     expected = expected_reward(model, Solutions.of(task, tokenizer))
     assert 0.2 < expected < 0.9  # so that there is something to be wrong about
     torch.manual_seed(1)
