@@ -34,20 +34,20 @@ def test_worked_solutions_earn_everything_and_a_wrong_line_ends_it(name):
         assert not any(whole(other, index) for other in ("\n".join(lines[:-1]), solution + "\n", ""))
 
 
-@pytest.mark.parametrize("in_part", [True, False])
-def test_expected_reward_is_the_mean_of_sampled_rewards(tmp_path, in_part):
+def test_expected_reward_is_the_mean_of_sampled_rewards(tmp_path):
     """Mean reward of 512 samples against the expectation, within four standard errors."""
     task = tasks.counting(2, terms=4, digits=1)
     model, tokenizer = tiny_model()
     warm_up(model, tokenizer, task, task, tmp_path, reward=0.3, most_steps=200, learning_rate=5e-3, every=2)
-    task = task if in_part else task.all_or_nothing()
-    expected = expected_reward(model, Solutions.of(task, tokenizer))
-    assert 0.2 < expected < 0.9  # so that there is something to be wrong about
+    rewarded = [task, task.all_or_nothing()]
+    expected = [expected_reward(model, Solutions.of(kind, tokenizer)) for kind in rewarded]
+    assert all(0.05 < reward < 0.9 for reward in expected)  # so that there is something to be wrong about
     torch.manual_seed(1)
     rewards = []
     for index, prompt in enumerate(task.prompts):
         ids = torch.tensor([tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)] * 256)
         sampled = model.generate(ids, do_sample=True, top_k=0, max_new_tokens=24, attention_mask=torch.ones_like(ids))
         texts = tokenizer.batch_decode(sampled[:, ids.size(1) :], skip_special_tokens=True)
-        rewards += [task.score(text, index) for text in texts]
-    assert abs(np.mean(rewards) - expected) < 4 * np.std(rewards) / np.sqrt(len(rewards))
+        rewards += [[kind.score(text, index) for kind in rewarded] for text in texts]
+    errors = np.std(rewards, axis=0) / np.sqrt(len(rewards))
+    assert (np.abs(np.mean(rewards, axis=0) - expected) < 4 * errors).all()
