@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from specrl_plugins import Fingerprint, ReusePolicy, Trajectory, TrajectoryCache
 from specrl_plugins.cache import CacheWriteError
 from specrl_plugins.no_cache import NoCache
-from specrl_plugins.pruning import Judgement, Pruner, PruningSettings
+
+if TYPE_CHECKING:  # PyTorch comes with it, which the actor needs only where it is given a pruner
+    from specrl_plugins.pruning import Judgement, Pruner, PruningSettings
 
 logger = logging.getLogger(__name__)
 

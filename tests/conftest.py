@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ sys.path.append(_paths[1])
 os.environ["PYTHONPATH"] = os.pathsep.join([*_paths, os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+# Processes of many tests are forked from one that has imported what they need, once a test wants the first of them.
+multiprocessing.get_context("forkserver").set_forkserver_preload(["trl_kills", "trl_ranks"])
 
 CHARACTERS = " 0123456789abcdefghijklmnopqrstuvwxyz+-=?.,:"
 

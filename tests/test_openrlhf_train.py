@@ -47,6 +47,19 @@ def first_run(ray_running, tiny_model, tmp_path_factory):
     return directory, history(directory / "tensorboard")
 
 
+@pytest.fixture(scope="module")
+def warm_engine(ray_running, tiny_model, tmp_path_factory):
+    """An engine for many short runs, each with a cache of its own."""
+    args = parse(flags(tiny_model, tmp_path_factory.mktemp("engine"), *SPEC))
+    cache = start_cache_of(args)
+    engines = create_engines(args, CpuRolloutActor)
+    ray.get(engines[0].get_num_unfinished_requests.remote())
+    ray.kill(cache)
+    yield engines
+    ray.kill(engines[0])
+    free_placement_groups()
+
+
 def line(model, directory, *more, **changes):
     content = dict(
         train__num_episodes=3,
@@ -97,7 +110,7 @@ def test_what_openrlhf_logs_by_itself_is_logged_too(first_run, tiny_model, tmp_p
     assert {name for name in with_flag if "spec/" not in name} == without
 
 
-def test_resuming_rewinds_the_cache_to_the_checkpoint(first_run, tiny_model):
+def test_resuming_rewinds_the_cache_to_the_checkpoint(first_run, warm_engine, tiny_model):
     """The checkpoint is of step 4; what steps 5 and 6 left in the cache was of policies that are gone.
 
     What they had replaced is back, so that every prompt finds a draft.
@@ -111,14 +124,15 @@ def test_resuming_rewinds_the_cache_to_the_checkpoint(first_run, tiny_model):
             "--ckpt.load_enable",
             train__num_episodes=4,
             logger__tensorboard_dir=directory / "resumed",
-        )
+        ),
+        warm_engine,
     )
     steps = history(directory / "resumed")
     assert len(steps) == 4
     assert [spec(step, "draft_hit_rate") for step in steps] == [1, 1, 1, 1]
 
 
-def test_asynchronous_training(tiny_model, tmp_path):
+def test_asynchronous_training(warm_engine, tiny_model, tmp_path):
     train(
         line(
             tiny_model,
@@ -127,7 +141,8 @@ def test_asynchronous_training(tiny_model, tmp_path):
             "--train.async_enable",
             algo__advantage__is_correction_level="token",
             eval__steps=4,
-        )
+        ),
+        warm_engine,
     )
     steps = [step for step in history(tmp_path / "tensorboard") if "train/spec/generated_tokens" in step]
     assert len(steps) == 6
@@ -136,19 +151,6 @@ def test_asynchronous_training(tiny_model, tmp_path):
     assert sum(spec(step, "reused_tokens") for step in steps[2:]) > 0
     # One step of lag is all that parts the sampling log-probs from those of the policy that is trained.
     assert steps[0]["train/rollout_logprob_difference"] < 1e-4
-
-
-@pytest.fixture(scope="module")
-def warm_engine(ray_running, tiny_model, tmp_path_factory):
-    """An engine for many short runs, each with a cache of its own."""
-    args = parse(flags(tiny_model, tmp_path_factory.mktemp("engine"), *SPEC))
-    cache = start_cache_of(args)
-    engines = create_engines(args, CpuRolloutActor)
-    ray.get(engines[0].get_num_unfinished_requests.remote())
-    ray.kill(cache)
-    yield engines
-    ray.kill(engines[0])
-    free_placement_groups()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""TRL training in several processes, which `torchrun` starts: data-parallel, sharded, on several nodes."""
+"""TRL training in several processes: data-parallel, sharded, on several nodes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ pytest.importorskip("trl")
 
 import trl_pruning
 import trl_tools
+from forked_ranks import fork
 from trl_runs import CONTINUOUS_BATCHING, CheckedGRPOTrainer, build, history, settings
 
 from specrl_plugins import TrajectoryCache
@@ -54,15 +55,17 @@ PRUNED = trl_pruning.SETTINGS | dict(per_device_train_batch_size=12)
 ENGINE = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.1, vllm_max_model_length=64)
 
 
+# A CPU build of vLLM would give every process the same core.
+VARIABLES = dict(ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME="lo", VLLM_CPU_OMP_THREADS_BIND="nobind")
+
+
 def launch(model, output, runs, ranks=2, nodes=1, timeout_s=300, **environment):
-    """Train in `nodes` launchers of `ranks` processes; returns their exit codes and what the last of them printed."""
+    """Train in `nodes` torchruns of `ranks` processes; returns their exit codes and what the last of them printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     tests = Path(__file__).parent
-    variables = os.environ | dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    # A CPU build of vLLM would give every process the same core.
-    variables |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind") | environment
+    variables = os.environ | VARIABLES | dict(OMP_NUM_THREADS="1") | environment
     variables["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
     launchers = [
         subprocess.Popen(
@@ -87,9 +90,16 @@ def launch(model, output, runs, ranks=2, nodes=1, timeout_s=300, **environment):
     return [launcher.returncode for launcher in launchers], printed[-1]
 
 
-def train(model, output, runs, ranks=2, nodes=1, **environment):
-    """As [`launch`]; returns what each rank saw of each run."""
-    codes, printed = launch(model, output, runs, ranks, nodes, **environment)
+def train(model, output, runs, **environment):
+    """Train in two processes; returns what each saw of each run."""
+    codes, printed = fork(model, output, runs, **VARIABLES | environment)
+    assert not any(codes), printed[-5000:]
+    return {name: seen(output / name, 2) for name in runs}
+
+
+def train_by_torchrun(model, output, runs, ranks=2, nodes=1):
+    """As [`train`], in processes that `torchrun` starts on each node."""
+    codes, printed = launch(model, output, runs, ranks, nodes)
     assert not any(codes), printed[-5000:]
     return {name: seen(output / name, ranks * nodes) for name in runs}
 
@@ -139,7 +149,7 @@ def data_parallel(tiny_model, tmp_path_factory):
         "continuous batching": ROWS | LORA | CONTINUOUS_BATCHING,
         "pruned": PRUNED | dict(num_train_epochs=16),
     }
-    return output, train(tiny_model, output, runs)
+    return output, train_by_torchrun(tiny_model, output, runs)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "lora", "lora-cut", "continuous batching"])
@@ -251,12 +261,13 @@ def test_fsdp_1_with_an_engine_is_refused(tiny_model, tmp_path):
     pytest.importorskip("vllm")
     run = ROWS | SHARDED["fsdp1"] | ENGINE | dict(use_cpu=False)
     run["fsdp_config"] = run["fsdp_config"] | FSDP1_ON_CPU
-    codes, printed = launch(tiny_model, tmp_path, {"fsdp1": run}, SHARDS="fsdp", ACCELERATE_USE_CPU="false")
+    sharding = VARIABLES | dict(SHARDS="fsdp", ACCELERATE_USE_CPU="false")
+    codes, printed = fork(tiny_model, tmp_path, {"fsdp1": run}, **sharding)
     assert codes[0] and "UnsupportedSetting" in printed and "FSDP 1" in printed
 
 
 def test_each_node_has_a_whole_cache(tiny_model, tmp_path):
-    first, second = train(tiny_model, tmp_path, {"nodes": ROWS}, ranks=1, nodes=2)["nodes"]
+    first, second = train_by_torchrun(tiny_model, tmp_path, {"nodes": ROWS}, ranks=1, nodes=2)["nodes"]
     assert first["nodes"] == second["nodes"] == [0, 1]
     check([first, second])
     assert (first["cache"], second["cache"]) == (f"{tmp_path}/nodes/spec_cache", f"{tmp_path}/nodes/spec_cache-node1")
@@ -285,7 +296,7 @@ def test_a_cache_in_use_stops_all_ranks(tiny_model, tmp_path):
     directory.mkdir(parents=True)
     with (directory / CLAIM_NAME).open("w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        codes, printed = launch(tiny_model, tmp_path, {"refused": ROWS})
+        codes, printed = fork(tiny_model, tmp_path, {"refused": ROWS}, **VARIABLES)
     assert codes[0]
     assert "in use by another run" in printed and "another rank failed: CacheError" in printed
 

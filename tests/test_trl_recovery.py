@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from specrl_plugins import TrajectoryCache
 pytestmark = [pytest.mark.trl, pytest.mark.slow]
 
 STEPS = 12  # four epochs of three, with a checkpoint every four steps
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported_once():
-    """All processes are forked from one that has imported what they need."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["trl_kills"])
 
 
 @pytest.fixture(scope="module")
