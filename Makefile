@@ -17,7 +17,7 @@ demo: .venv/demo.installed
 	$(BIN)/python -m examples.demo --output .demo
 
 test: .venv/test.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 lint: .venv/test.installed
 	$(BIN)/ruff check .

@@ -30,6 +30,14 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(["trl_kills", "
 CHARACTERS = " 0123456789abcdefghijklmnopqrstuvwxyz+-=?.,:"
 
 
+def pytest_collection_modifyitems(items) -> None:
+    """Where several workers share the tests, one gets all that start Ray, whose processes are many; a file is never
+    split, for what its tests share takes long to make."""
+    for item in items:
+        group = "ray" if item.get_closest_marker("ray") else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture
 def fingerprint() -> Fingerprint:
     return Fingerprint(model="tiny", tokenizer="abc", vocab_size=1000, scorer="trainer", sampling={"temperature": 1.0})
@@ -125,7 +133,7 @@ def tiny_model(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def llm(tiny_model):
     """A vLLM engine of the tiny model. It starts torch's process group in this process, which OpenRLHF takes for its
-    own: the files that use it come after OpenRLHF's by name."""
+    own: the files that use it come after OpenRLHF's by name, and workers take files in that order."""
     import vllm_cpu
     from vllm import LLM
 

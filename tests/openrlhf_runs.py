@@ -332,8 +332,18 @@ def create_engines(args, actor):
         )
 
 
+class WarmPolicyActor:
+    """Stands for the class of an actor of its own in each run: the one policy actor of all warm runs, which loads its
+    model anew in each. Starting one is mostly imports."""
+
+    @staticmethod
+    def options(**options):
+        return ray.remote(CpuPolicyActor).options(name="warm_policy", get_if_exists=True, lifetime="detached")
+
+
 def train(arguments: list[str], warm: list | None = None) -> None:
-    """A training run through our launcher, with engines of its own or with those that are `warm` already."""
+    """A training run through our launcher, with actors of its own, or with engines that are `warm` already and the warm
+    policy actor."""
     import openrlhf.trainer.ray as engines
     import openrlhf.trainer.ray.ppo_actor as ppo_actor
     import openrlhf.trainer.ray.ppo_critic as ppo_critic
@@ -348,7 +358,7 @@ def train(arguments: list[str], warm: list | None = None) -> None:
     with (
         in_place_of(engines, create_vllm_engines=create),
         in_place_of(engine, RolloutRayActor=ray.remote(CpuPlainActor)),
-        in_place_of(ppo_actor, PolicyModelActor=ray.remote(num_gpus=1)(CpuPolicyActor)),
+        in_place_of(ppo_actor, PolicyModelActor=WarmPolicyActor if warm else ray.remote(num_gpus=1)(CpuPolicyActor)),
         in_place_of(ppo_critic, CriticModelActor=ray.remote(num_gpus=1)(CpuCriticActor)),
         in_place_of(rollout_actor, SpecRolloutActor=CpuRolloutActor),
     ):
