@@ -182,40 +182,56 @@ def side_by_side(options: argparse.Namespace, settings: list[str]) -> None:
 
 
 def _run_all(options: argparse.Namespace, jobs: list[str], at_once: int, summarise: Callable[[], None]) -> None:
-    """Start a process for each job, `at_once` at a time, and wait for all."""
+    """Start a process for each job, `at_once` at a time, and wait for all.
+
+    On a GPU the next process of a slot imports what it needs, for half a minute, while the one before it trains.
+    """
     devices = _devices()
     on_one_device = math.ceil(min(at_once, len(jobs)) / max(1, len(devices)))
-    waiting, slots = list(jobs), list(range(at_once))
-    running: dict[int, tuple[str, subprocess.Popen, float]] = {}
+    waiting = list(jobs)
+    slots: list[list[tuple[str, subprocess.Popen]]] = [[] for _ in range(at_once)]
+    since = [time.perf_counter()] * at_once
     try:
-        while waiting or running:
-            while waiting and slots:
-                job, slot = waiting.pop(0), slots.pop(0)
-                folder = _directory(options, job)
-                if _checkpoint(folder) is None:
-                    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
-                    folder.mkdir(parents=True)
-                environment = os.environ | {"MASTER_PORT": str(_free_port()), "ON_ONE_DEVICE": str(on_one_device)}
-                if devices:
-                    environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
-                with (folder / "log.txt").open("a") as log:
-                    process = subprocess.Popen(
-                        [sys.executable, __file__, "--single", job, *sys.argv[1:]],
-                        env=environment, stdout=log, stderr=subprocess.STDOUT,
-                    )  # fmt: skip
-                running[slot] = job, process, time.perf_counter()
+        while waiting or any(slots):
+            for ahead in range(2 if devices else 1):
+                for number, slot in enumerate(slots):
+                    if waiting and len(slot) <= ahead:
+                        environment = {"ON_ONE_DEVICE": str(on_one_device), "AFTER": ""}
+                        if devices:
+                            environment["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
+                        if slot:
+                            environment["AFTER"] = str(slot[-1][1].pid)
+                        else:
+                            since[number] = time.perf_counter()
+                        job = waiting.pop(0)
+                        slot.append((job, _start(options, job, environment)))
             time.sleep(0.5)
-            for slot, (job, process, start) in list(running.items()):
-                if process.poll() is not None:
-                    del running[slot]
-                    slots.append(slot)
-                    took = time.perf_counter() - start
-                    print(f"{job}: {took:.0f} s, exit code {process.returncode}", flush=True)
+            for number, slot in enumerate(slots):
+                if slot and slot[0][1].poll() is not None:
+                    job, process = slot.pop(0)
+                    now = time.perf_counter()
+                    print(f"{job}: {now - since[number]:.0f} s, exit code {process.returncode}", flush=True)
+                    since[number] = now
                     summarise()
     finally:
-        for _, process, _ in running.values():
-            process.terminate()
-            process.wait()
+        for slot in slots:
+            for _, process in slot:
+                process.terminate()
+                process.wait()
+
+
+def _start(options: argparse.Namespace, job: str, environment: dict[str, str]) -> subprocess.Popen:
+    folder = _directory(options, job)
+    if _checkpoint(folder) is None:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
+        folder.mkdir(parents=True)
+    with (folder / "log.txt").open("a") as log:
+        return subprocess.Popen(
+            [sys.executable, __file__, "--single", job, *sys.argv[1:]],
+            env=os.environ | environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def _devices() -> list[str]:
@@ -290,6 +306,8 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
 
     from trl_integration import RunLog, SpecGRPOConfig, SpecGRPOTrainer
 
+    _wait_for(os.environ["AFTER"])
+    os.environ["MASTER_PORT"] = str(_free_port())
     directory, on_one_device = _directory(options, f"{name}@{seed}"), int(os.environ["ON_ONE_DEVICE"])
     defaults = COMMON | (TINY if options.model == "tiny" else ON_GPU) | (SUMS if options.task == "sums" else {})
     shared = torch.cuda.is_available() and on_one_device > 1
@@ -330,6 +348,12 @@ def _problems(options: argparse.Namespace, count: int, seed: int = 0) -> Any:
     sizes = {name: value for name in ("terms", "digits") if (value := getattr(options, name)) is not None}
     task = getattr(tasks, options.task)(count, seed=seed, **sizes)
     return task.all_or_nothing() if options.all_or_nothing else task
+
+
+def _wait_for(process: str) -> None:
+    """Return once the process of this number, if any, is gone."""
+    while process and Path(f"/proc/{process}").exists():
+        time.sleep(0.2)
 
 
 def _prepare_vllm() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import threading
 import time
 from contextlib import closing
@@ -153,6 +154,8 @@ def test_the_second_epoch_reuses(run, policy, rule):
     if rule == "speculative":  # the policy has not moved: all is kept
         assert metrics[0]["spec/full_reuse_rate"] == 1
         assert metrics[0]["spec/log_ratio_mean"] == pytest.approx(0, abs=1e-5)
+    # Seconds to import, and memory of the head node: it comes with the pruner, which this run has not.
+    assert not ray.get(running_cache().__ray_call__.remote(lambda actor: "torch" in sys.modules))
 
 
 def test_an_agent_reuses_its_first_turn(run, policy, tmp_path):
