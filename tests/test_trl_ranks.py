@@ -53,8 +53,6 @@ EVALUATED = dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size
 # Twelve rows of a rank: its second prompt's group straddles the ranks.
 PRUNED = trl_pruning.SETTINGS | dict(per_device_train_batch_size=12)
 ENGINE = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.1, vllm_max_model_length=64)
-
-
 # A CPU build of vLLM would give every process the same core.
 VARIABLES = dict(ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME="lo", VLLM_CPU_OMP_THREADS_BIND="nobind")
 

@@ -1,4 +1,5 @@
-"""TRL runs of the tiny model in several processes: `torchrun` starts this script in each of them.
+"""TRL runs of the tiny model in several processes: `torchrun` starts this script in each of them, or they are forked
+(`forked_ranks.py`).
 
     python -m torch.distributed.run --nproc_per_node 2 tests/trl_ranks.py MODEL OUTPUT '{"a": {"learning_rate": 0.001}}'
 
