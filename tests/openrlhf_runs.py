@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -28,6 +30,7 @@ import openrlhf_integration.rollout_actor as rollout_actor
 from openrlhf_integration.cache_actor import running_cache
 from openrlhf_integration.rollout_actor import Group, Sample, SpecRolloutActor, _sample
 from openrlhf_integration.seams import in_place_of, plain
+from openrlhf_integration.start import start_cache_of
 from openrlhf_integration.train_ppo_ray import main
 
 PROMPTS = [f"{a}+{b}" for a in range(3) for b in range(2)]
@@ -330,6 +333,19 @@ def create_engines(args, actor):
             args.data.max_len,
             remote_rm_url=args.reward.remote_url,
         )
+
+
+@contextmanager
+def warm_engines(args) -> Iterator[list]:
+    """Engines for many short runs, each with a cache of its own."""
+    cache = start_cache_of(args)  # which an engine asks for its rules as it starts
+    engines = create_engines(args, CpuRolloutActor)
+    ray.get([engine.get_num_unfinished_requests.remote() for engine in engines])
+    ray.kill(cache)
+    yield engines
+    for engine in engines:
+        ray.kill(engine)
+    free_placement_groups()
 
 
 class WarmPolicyActor:

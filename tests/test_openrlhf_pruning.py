@@ -18,13 +18,11 @@ from openrlhf.trainer.ppo_trainer import prepare_datasets
 from openrlhf.utils import get_strategy, get_tokenizer
 from openrlhf_runs import (
     PROMPTS,
-    CpuRolloutActor,
-    create_engines,
     flags,
-    free_placement_groups,
     history,
     parse,
     train,
+    warm_engines,
     write_files,
 )
 from test_openrlhf_rollout import check, epoch, response_of
@@ -112,13 +110,8 @@ class AgentExecutor(MultiTurnAgentExecutor):
 def engines(ray_running, tiny_model, tmp_path_factory):
     """An engine, which outlives the caches of the tests."""
     args = parse(flags(tiny_model, tmp_path_factory.mktemp("engines"), *REUSE, *PRUNE))
-    cache = start_cache_of(args)
-    engines = create_engines(args, CpuRolloutActor)
-    ray.get(engines[0].get_num_unfinished_requests.remote())
-    ray.kill(cache)
-    yield engines
-    ray.kill(engines[0])
-    free_placement_groups()
+    with warm_engines(args) as engines:
+        yield engines
 
 
 @pytest.fixture

@@ -23,11 +23,9 @@ from openrlhf.utils import get_strategy, get_tokenizer
 from openrlhf_runs import (
     LENIENT,
     PROMPTS,
-    CpuRolloutActor,
-    create_engines,
     flags,
-    free_placement_groups,
     parse,
+    warm_engines,
     write_files,
 )
 from transformers import AutoModelForCausalLM
@@ -50,14 +48,8 @@ SETTINGS = dict(data__max_len=64, rollout__max_new_tokens=12, algo__advantage__i
 def engines(ray_running, tiny_model, tmp_path_factory):
     """Two engines, which outlive the caches of the tests."""
     args = parse(flags(tiny_model, tmp_path_factory.mktemp("engines"), "--use_spec_rollout", vllm__num_engines=2))
-    cache = start_cache_of(args)
-    engines = create_engines(args, CpuRolloutActor)
-    ray.get([engine.get_num_unfinished_requests.remote() for engine in engines])
-    ray.kill(cache)
-    yield engines
-    for engine in engines:
-        ray.kill(engine)
-    free_placement_groups()
+    with warm_engines(args) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="module")

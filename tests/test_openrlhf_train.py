@@ -10,21 +10,17 @@ pytest.importorskip("openrlhf")
 pytest.importorskip("vllm")
 pytest.importorskip("ray")
 
-import ray
 from openrlhf_runs import (
     LENIENT,
     PROMPTS,
-    CpuRolloutActor,
-    create_engines,
     flags,
-    free_placement_groups,
     history,
     parse,
     train,
+    warm_engines,
     write_files,
 )
 
-from openrlhf_integration.start import start_cache_of
 from specrl_plugins import TrajectoryCache
 
 pytestmark = [
@@ -51,13 +47,8 @@ def first_run(ray_running, tiny_model, tmp_path_factory):
 def warm_engine(ray_running, tiny_model, tmp_path_factory):
     """An engine for many short runs, each with a cache of its own."""
     args = parse(flags(tiny_model, tmp_path_factory.mktemp("engine"), *SPEC))
-    cache = start_cache_of(args)
-    engines = create_engines(args, CpuRolloutActor)
-    ray.get(engines[0].get_num_unfinished_requests.remote())
-    ray.kill(cache)
-    yield engines
-    ray.kill(engines[0])
-    free_placement_groups()
+    with warm_engines(args) as engines:
+        yield engines
 
 
 def line(model, directory, *more, **changes):
