@@ -12,6 +12,7 @@ by what it changes of the shipped defaults, joined by `+`:
     refresh-X        refresh rate                 sleep            vLLM's sleep mode
     carry-N          carry-over limit             random, full     the baselines among the reuse rules
     prune            online pruning               wide             twice the responses of a prompt
+    guard            reuse pauses while it saves less than a tenth of a rollout's seconds
 
 `lenience-0.2+carry-2` changes both; `plain+prune` prunes without reuse. Pruning starts twice the responses that it
 trains on: it is to be compared with `plain+wide`, which trains on all of them. It judges after a quarter of the longest
@@ -55,6 +56,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "sleep": {"vllm_enable_sleep_mode": "true"},
     "random": {"spec_rule": "random"},
     "full": {"spec_rule": "full"},
+    "guard": {"spec_guard": "true"},
     "prune": {"spec_prune": "true"},
     "wide": {"num_generations": 2 * GENERATIONS},
 }

@@ -12,16 +12,16 @@ logger = logging.getLogger(__name__)
 
 
 class VerificationGuard:
-    """Compares the seconds a completion token costs with and without drafts, and pauses drafts where they cost more.
+    """Compares the seconds a completion token costs with and without drafts, and pauses drafts that save too little.
 
-    While paused, rollouts are plain, which measures their cost anew (responses grow shorter or longer as the policy
+    Reuse has a price beside its seconds: responses that are carried over teach less than new ones. While paused, rollouts are plain, which measures their cost anew (responses grow shorter or longer as the policy
     learns); then drafts get another chance. A second failure in a row pauses twice as long.
 
     Args:
         samples (`int`, *optional*, defaults to `3`):
             Batches of each kind that are measured before a verdict.
-        margin (`float`, *optional*, defaults to `1.1`):
-            Verifying does not pay where its cost is above this many times the plain one: noise alone must not decide.
+        saving (`float`, *optional*, defaults to `0.1`):
+            Share of the plain cost that drafts must save, or they do not pay.
         pause (`int`, *optional*, defaults to `4`):
             Batches of the first pause.
         longest_pause (`int`, *optional*, defaults to `64`):
@@ -33,12 +33,12 @@ class VerificationGuard:
     def __init__(
         self,
         samples: int = 3,
-        margin: float = 1.1,
+        saving: float = 0.1,
         pause: int = 4,
         longest_pause: int = 64,
         may_pause: bool = True,
     ):
-        self.margin = margin
+        self.saving = saving
         self.may_pause = may_pause
         self._plain: deque[float] = deque(maxlen=samples)
         self._reusing: deque[float] = deque(maxlen=samples)
@@ -79,7 +79,7 @@ class VerificationGuard:
         if not self.may_pause or plain is None or len(self._reusing) < (self._reusing.maxlen or 0):
             return
         reusing = statistics.median(self._reusing)
-        if reusing <= self.margin * plain:
+        if reusing <= (1 - self.saving) * plain:
             self._next_pause = self._first_pause
             return
         self._paused_for = self._next_pause
@@ -88,10 +88,11 @@ class VerificationGuard:
         self._plain.clear()
         logger.warning(
             "Verifying drafts does not pay at present: a completion token costs %.2f ms with reuse and %.2f ms "
-            "without. Reuse pauses for %d batches, then is tried again. Short responses, few rows a batch (a single "
-            "fresh one takes as long as many) and a policy that changes fast do this. With the guard switched off "
-            "reuse goes on whatever it costs.",
+            "without, and reuse is to save %.0f%%, since what is reused teaches less. Reuse pauses for %d batches, then "
+            "is tried again. Short responses, a small model or few rows a batch (a single fresh row takes as long as "
+            "many) and a policy that changes fast do this. With the guard switched off reuse goes on whatever it costs.",
             1e3 * reusing,
             1e3 * plain,
+            1e2 * self.saving,
             self._paused_for,
         )
