@@ -146,6 +146,8 @@ def _load(directory: Path) -> dict[str, list[dict[str, Any]]]:
             if "stage/step_s" in entry:
                 while steps and steps[-1]["step"] >= entry["step"]:  # a run that was cut off went on from before
                     steps.pop()
+                if "reward" not in entry:  # with `num_iterations=2` only every other step has a rollout
+                    entry |= {"reward": steps[-1]["reward"], "rollout/completion_tokens": 0.0}
                 entry.setdefault("spec/generated_tokens", entry["rollout/completion_tokens"])
                 if "spec/time/verify_s" in entry:
                     parts = ("spec/time/lookup_s", "spec/time/verify_s", "spec/time/generate_s")

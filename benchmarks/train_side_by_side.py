@@ -12,21 +12,21 @@ by what it changes of the shipped defaults, joined by `+`:
     refresh-X        refresh rate                 sleep            vLLM's sleep mode
     carry-N          carry-over limit             random, full     the baselines among the reuse rules
     prune            online pruning               wide             twice the responses of a prompt
-    guard            reuse pauses while it saves less than a tenth of a rollout's seconds
+    guard            the guard, which may pause   twice            TRL's `num_iterations=2`
 
-`lenience-0.2+carry-2` changes both; `plain+prune` prunes without reuse. Pruning starts twice the responses that it
-trains on: it is to be compared with `plain+wide`, which trains on all of them. It judges after a quarter of the longest
-completion, and warms up for 20 steps, unless told otherwise. Each leaves
-`OUT/NAME/seed-N/specrl.jsonl`, with the seconds of all stages and the expected reward of the policy after each step,
-and `log.txt`; `OUT/summary.json` is rewritten whenever a run ends. The same command again skips what is finished and
+`lenience-0.2+carry-2` changes both; `plain+prune` prunes without reuse, `plain+twice` trains twice on every response,
+in as many rollouts and twice the steps: TRL's own way to need fewer responses. Pruning starts twice the responses that
+it trains on: it is to be compared with `plain+wide`, which trains on all of them. It judges after a quarter of the
+longest completion, and warms up for 20 steps, unless told otherwise. The guard, which may pause reuse, is off unless it
+is asked for: it looks at the clock. Each run leaves `OUT/NAME/seed-N/specrl.jsonl`, with the seconds of all stages and
+the expected reward of the policy after each step, and `log.txt`; `OUT/summary.json` is rewritten whenever a run ends. The same command again skips what is finished and
 goes on with what was cut off, from its last checkpoint (every 8 steps); other runs and seeds may be added to OUT, by
 one command at a time.
 
 With `--at_once N` runs go side by side: one on each GPU first, and then several on a GPU, which gains little: each
 takes nearly as much longer, and its seconds are not to be compared with those of a run that has its GPU to itself.
 Whatever else is on the command line is passed to the config of every run, for instance `--learning_rate 1e-5`.
-`--model tiny` makes a small model and trains it on the CPU, by transformers' `generate`. The guard, which may pause
-reuse, is off unless it is asked for: it looks at the clock.
+`--model tiny` makes a small model and trains it on the CPU, by transformers' `generate`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "guard": {"spec_guard": "true"},
     "prune": {"spec_prune": "true"},
     "wide": {"num_generations": 2 * GENERATIONS},
+    "twice": {"num_iterations": 2},
 }
 NUMBERED = {"lenience": "spec_log_lenience", "refresh": "spec_refresh_rate", "carry": "spec_carry_limit"}
 COMMON = dict(

@@ -99,8 +99,14 @@ def test_what_the_summary_of_a_run_says():
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(gradient_accumulation_steps=2, per_device_train_batch_size=4), dict(num_iterations=2, logging_steps=2)],
-    ids=["accumulation", "iterations"],
+    [
+        dict(gradient_accumulation_steps=2, per_device_train_batch_size=4),
+        dict(num_iterations=2, logging_steps=2),
+        dict(num_iterations=2),
+        dict(steps_per_generation=2, per_device_train_batch_size=4),
+        dict(steps_per_generation=2, num_iterations=2, per_device_train_batch_size=4, logging_steps=4),
+    ],
+    ids=["accumulation", "iterations, every other step", "iterations", "generations", "both"],
 )
 def test_a_plain_run_tells_its_tokens(tiny_model, tmp_path, changes):
     lengths = []
@@ -111,7 +117,7 @@ def test_a_plain_run_tells_its_tokens(tiny_model, tmp_path, changes):
 
     args = settings(tmp_path, trl.GRPOConfig, **changes)
     build(tiny_model, args, trainer=trl.GRPOTrainer, reward_funcs=reward, callbacks=[RunLog()]).train()
-    assert sum(step["tokens"] for step in report.load(tmp_path)) == pytest.approx(sum(lengths))
+    assert sum(step["tokens"] or 0 for step in report.load(tmp_path)) == pytest.approx(sum(lengths))
 
 
 @pytest.mark.parametrize(

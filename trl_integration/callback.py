@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,15 @@ class RunLog(TrainerCallback):
         """Tokens of all completions since the log before."""
         if "completions/mean_length" not in logs:  # an evaluation, or the end
             return {}
-        steps, self._step = state.global_step - self._step, state.global_step
-        rows = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
-        rows /= getattr(args, "num_iterations", 1)
-        return {"rollout/completion_tokens": steps * rows * logs["completions/mean_length"]}
+        before, self._step = self._step, state.global_step
+        rollouts = self._rollouts(args, state.global_step) - self._rollouts(args, before)
+        rows = args.per_device_train_batch_size * args.world_size * args.steps_per_generation
+        return {"rollout/completion_tokens": rollouts * rows * logs["completions/mean_length"]}
+
+    @staticmethod
+    def _rollouts(args: TrainingArguments, step: int) -> int:
+        """Rollouts that so many optimizer steps begin with."""
+        return math.ceil(step * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations))
 
 
 class SpecRolloutCallback(RunLog):
