@@ -19,9 +19,9 @@ in as many rollouts and twice the steps: TRL's own way to need fewer responses. 
 it trains on: it is to be compared with `plain+wide`, which trains on all of them. It judges after a quarter of the
 longest completion, and warms up for 20 steps, unless told otherwise. The guard, which may pause reuse, is off unless it
 is asked for: it looks at the clock. Each run leaves `OUT/NAME/seed-N/specrl.jsonl`, with the seconds of all stages and
-the expected reward of the policy after each step, and `log.txt`; `OUT/summary.json` is rewritten whenever a run ends. The same command again skips what is finished and
-goes on with what was cut off, from its last checkpoint (every 8 steps); other runs and seeds may be added to OUT, by
-one command at a time.
+the expected reward of the policy after each step, and `log.txt`; `OUT/summary.json` is rewritten whenever a run ends.
+The same command again skips what is finished and goes on with what was cut off, from its last checkpoint (every 8
+steps); other runs and seeds may be added to OUT, by one command at a time.
 
 With `--at_once N` runs go side by side: one on each GPU first, and then several on a GPU, which gains little: each
 takes nearly as much longer, and its seconds are not to be compared with those of a run that has its GPU to itself.

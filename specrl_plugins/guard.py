@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 class VerificationGuard:
     """Compares the seconds a completion token costs with and without drafts, and pauses drafts that save too little.
 
-    Reuse has a price beside its seconds: responses that are carried over teach less than new ones. While paused, rollouts are plain, which measures their cost anew (responses grow shorter or longer as the policy
+    Reuse has a price beside its seconds: responses that are carried over teach less than new ones. So it has to save
+    something.
+
+    While paused, rollouts are plain, which measures their cost anew (responses grow shorter or longer as the policy
     learns); then drafts get another chance. A second failure in a row pauses twice as long.
 
     Args:
@@ -88,9 +91,10 @@ class VerificationGuard:
         self._plain.clear()
         logger.warning(
             "Verifying drafts does not pay at present: a completion token costs %.2f ms with reuse and %.2f ms "
-            "without, and reuse is to save %.0f%%, since what is reused teaches less. Reuse pauses for %d batches, then "
-            "is tried again. Short responses, a small model or few rows a batch (a single fresh row takes as long as "
-            "many) and a policy that changes fast do this. With the guard switched off reuse goes on whatever it costs.",
+            "without, and reuse is to save %.0f%%, since what is reused teaches less. Reuse pauses for %d batches, "
+            "then is tried again. Short responses, a small model, few rows a batch (a single fresh one takes as long "
+            "as many) and a policy that changes fast do this. With the guard switched off reuse goes on whatever it "
+            "costs.",
             1e3 * reusing,
             1e3 * plain,
             1e2 * self.saving,
