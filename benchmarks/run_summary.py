@@ -146,8 +146,10 @@ def _load(directory: Path) -> dict[str, list[dict[str, Any]]]:
             if "stage/step_s" in entry:
                 while steps and steps[-1]["step"] >= entry["step"]:  # a run that was cut off went on from before
                     steps.pop()
-                if "reward" not in entry:  # with `num_iterations=2` only every other step has a rollout
-                    entry |= {"reward": steps[-1]["reward"], "rollout/completion_tokens": 0.0}
+                if "reward" not in entry:  # with `num_iterations=2` every other step has no rollout of its own
+                    entry |= {name: steps[-1][name] for name in ("reward", "trained_tokens")}
+                    entry["rollout/completion_tokens"] = 0.0
+                entry.setdefault("trained_tokens", entry["rollout/completion_tokens"])
                 entry.setdefault("spec/generated_tokens", entry["rollout/completion_tokens"])
                 if "spec/time/verify_s" in entry:
                     parts = ("spec/time/lookup_s", "spec/time/verify_s", "spec/time/generate_s")
@@ -177,7 +179,7 @@ def _setting(directory: Path, seeds: dict[str, list[dict[str, Any]]]) -> dict[st
         "step": _over(warm, STEP),
         "drift": _over(warm, DRIFT),
         # Each generated token is trained on so many times.
-        "uses": sum(e["rollout/completion_tokens"] for e in every) / sum(e["spec/generated_tokens"] for e in every),
+        "uses": sum(e["trained_tokens"] for e in every) / sum(e["spec/generated_tokens"] for e in every),
         "measured": measured,
         "final": _spread([statistics.mean(values[-LAST_STEPS:]) for values in whole]),
         "at_step": {

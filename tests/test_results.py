@@ -142,6 +142,21 @@ def test_training_runs_are_summed_up(tmp_path):
         assert "| 0.275 | 0.425 | 48 |" in row
 
 
+def test_a_rollout_that_is_trained_on_twice_is_generated_once(tmp_path):
+    """With `num_iterations=2` TRL logs neither reward nor tokens at every other step."""
+    trained(tmp_path, {"plain": (6.0, 0.05, {}), "plain+twice": (5.0, 0.05, {})})
+    path = tmp_path / "plain+twice" / "seed-0" / "specrl.jsonl"
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    for step in steps[1::2]:
+        del step["reward"], step["rollout/completion_tokens"]
+    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    run_summary.write_summary(tmp_path, "again", "abc")
+    settings = json.loads((tmp_path / "summary.json").read_text())["settings"]
+    assert settings["plain+twice"]["uses"] == 2.0 and settings["plain"]["uses"] == 1.0
+    assert settings["plain+twice"]["curves"]["seed-0"]["generated"][-1] == 5_000
+    assert settings["plain+twice"]["against_plain"]["generated_to_0.9"] == pytest.approx(2.0, rel=0.15)
+
+
 def test_where_a_share_of_the_reward_was_not_reached_the_figure_is_of_runs_that_did(tmp_path):
     trained(tmp_path / "train-h200", {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.039, {})})
     trained(tmp_path / "pruning-h200", {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, {})})
