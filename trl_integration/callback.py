@@ -63,14 +63,12 @@ class RunLog(TrainerCallback):
         if "completions/mean_length" not in logs:  # an evaluation, or the end
             return {}
         before, self._step = self._step, state.global_step
-        rollouts = self._rollouts(args, state.global_step) - self._rollouts(args, before)
-        rows = args.per_device_train_batch_size * args.world_size * args.steps_per_generation
+        accumulation = args.gradient_accumulation_steps
+        per_rollout = getattr(args, "steps_per_generation", accumulation)
+        passes = per_rollout * getattr(args, "num_iterations", 1)  # forward passes that a rollout serves
+        rollouts = math.ceil(state.global_step * accumulation / passes) - math.ceil(before * accumulation / passes)
+        rows = args.per_device_train_batch_size * args.world_size * per_rollout
         return {"rollout/completion_tokens": rollouts * rows * logs["completions/mean_length"]}
-
-    @staticmethod
-    def _rollouts(args: TrainingArguments, step: int) -> int:
-        """Rollouts that so many optimizer steps begin with."""
-        return math.ceil(step * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations))
 
 
 class SpecRolloutCallback(RunLog):
