@@ -234,6 +234,27 @@ def test_rloo_reuses_and_stores_what_its_own_pass_computed(tiny_model, tmp_path,
     assert trainer.computed_rows == total.verified_rows + total.rows - total.full_reuse_rows
 
 
+@pytest.mark.parametrize("cut", [dict(), truncation.SETTINGS[-1]], ids=["whole", "cut"])
+def test_the_pass_for_old_logprobs_computes_no_padding_of_the_longest_row(tiny_model, tmp_path, cut):
+    passes = []
+
+    class Watched(trl.RLOOTrainer):
+        def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
+            if model is self.model and not torch.is_grad_enabled():
+                passes.append(attention_mask)
+            return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
+
+    changes = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=64) | cut
+    args = settings(tmp_path, SpecRLOOConfig, num_train_epochs=1, **changes)
+    trainer = build(tiny_model, args, trainer=type("WatchedTrainer", (CheckedRLOOTrainer, Watched), {}))
+    trainer.train()
+    assert trainer.checked_rows == 3 * 8 == sum(map(len, passes))
+    assert all(len(mask) == 2 and mask.any(0).all() for mask in passes)
+    # Short and long rows apart: it is this that makes narrow batches.
+    tokens = sum(mask.numel() for mask in passes)
+    assert tokens < 0.8 * sum(8 * max(mask.size(1) for mask in passes[i : i + 4]) for i in (0, 4, 8))
+
+
 # With the last one TRL makes no pass for the old log-probs: what was noted while sampling is stored.
 @pytest.mark.parametrize(
     ("ours", "plain", "config", "changes", "stored", "ratio"),

@@ -314,13 +314,12 @@ class SpecRolloutMixin:
         assert self.spec_rollout is not None
         device, pad_id = self.accelerator.device, self._tokenizer.pad_token_id
         lengths = [len(prompt) + len(tokens) for prompt, tokens in zip(prompts, continuations, strict=True)]
-        order = np.argsort(lengths, kind="stable")
         scored: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(prompts)
         size = self.args.per_device_train_batch_size
         if self._sampled.truncated:
             longest = max(self.spec_rollout.ranks.gather(max(map(len, continuations), default=1)))
             size = min(size, self._sampled.rows_at_once(longest, self.model.config.get_text_config().vocab_size))
-        batches = [order[start : start + size].tolist() for start in range(0, len(order), size)]
+        batches = _by_length(lengths, size)
         most = max(self.spec_rollout.ranks.gather(len(batches)))
         batches += [[]] * (most - len(batches))
         observing = nullcontext() if take is None else last_hidden_states(self.accelerator.unwrap_model(self.model))
@@ -359,37 +358,36 @@ class SpecRolloutMixin:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        forward = super()._get_per_token_logps_and_entropies
+        def forward(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> Any:
+            return super(SpecRolloutMixin, self)._get_per_token_logps_and_entropies(
+                model, ids, mask, keep, *args, **kwargs
+            )
+
         # The pass for the old log-probs: the first over the policy itself between a rollout and its being stored.
-        if (
-            self._rollout is None
-            or self._scored is not None
-            or not self._is_policy(model)
-            or self.args.spec_verifier != "trainer"
-            or self._sampled.truncated  # verification scores the truncated distribution, TRL the whole one
-        ):
-            return forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        if self._rollout is None or self._scored is not None or not self._is_policy(model):
+            return forward(input_ids, attention_mask, logits_to_keep)
         assert self.spec_rollout is not None
         responses, device = self._rollout.responses, input_ids.device
+        size = self.args.per_device_train_batch_size
+        # Verification by the engine has no log-probs of the trainer; of a truncated distribution it has others.
+        if self.args.spec_verifier != "trainer" or self._sampled.truncated:
+            everything = list(range(len(input_ids)))
+            return _narrow(forward, input_ids, attention_mask, logits_to_keep, everything, size), None, None
         # A row may go on after its rollout, with what tools answered. And TRL may mask whole rows
         # (`mask_truncated_completions`), but the log-probs of their rollouts are wanted for the cache.
         turns = [len(response.tokens) for response in responses]
         lengths = attention_mask[:, -logits_to_keep:].sum(1).maximum(torch.tensor(turns, device=device))
         ends = [length == turn for length, turn in zip(lengths.tolist(), turns, strict=True)]
         wanted = (torch.arange(logits_to_keep, device=device) < lengths[:, None]).to(attention_mask.dtype)
-        logprobs = torch.zeros(wanted.shape, device=device)
-        for row, response in enumerate(responses):
-            if response.reused_whole:
-                logprobs[row, : len(response.tokens)] = torch.from_numpy(response.logprobs).to(device)
         whole = [response.reused_whole and end for response, end in zip(responses, ends, strict=True)]
         known = [row for row in range(len(responses)) if whole[row]]
         rows = [row for row in range(len(responses)) if not whole[row]]
         # A sharded model needs all ranks for a forward: each computes as many rows as the one with most to compute.
         again = known[: max(self.spec_rollout.ranks.gather(len(rows))) - len(rows)]
-        if rows := rows + again:
-            mask = torch.cat([attention_mask[:, :-logits_to_keep], wanted], 1)
-            computed, _, _ = forward(model, input_ids[rows], mask[rows], logits_to_keep, *args, **kwargs)
-            logprobs[rows] = computed.float()
+        mask = torch.cat([attention_mask[:, :-logits_to_keep], wanted], 1)
+        logprobs = _narrow(forward, input_ids, mask, logits_to_keep, rows + again, size)
+        for row in known:
+            logprobs[row, : turns[row]] = torch.from_numpy(responses[row].logprobs).to(device)
         self._count_spared(self._rollout, known[len(again) :])
         self._scored = [line[:turn] for line, turn in zip(logprobs.cpu().numpy(), turns, strict=True)]
         return logprobs * attention_mask[:, -logits_to_keep:], None, None
@@ -483,6 +481,36 @@ def _shard_again(model: Any) -> None:
             head(torch.zeros(1, head.in_features, device=head.weight.device, dtype=head.weight.dtype))
     for module in sharded:
         module.reshard()
+
+
+def _by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Indices in batches of `size` rows of similar length, the shortest first."""
+    order = np.argsort(lengths, kind="stable").tolist()
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def _narrow(
+    forward: Callable[[torch.Tensor, torch.Tensor, int], Any],
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    rows: list[int],
+    size: int,
+) -> torch.Tensor:
+    """Log-probs of these rows, zero for others, of shape `(batch, logits_to_keep)`.
+
+    TRL pads every row to the longest prompt and the longest completion of all; here those of similar length share a
+    forward, `size` at a time.
+    """
+    logprobs = torch.zeros((len(input_ids), logits_to_keep), device=input_ids.device)
+    lengths = attention_mask[:, -logits_to_keep:].sum(1)
+    for batch in _by_length(attention_mask[rows].sum(1).tolist(), size):
+        these = [rows[i] for i in batch]
+        keep = max(1, int(lengths[these].max()))
+        columns = slice(int(attention_mask[these].argmax(1).min()), attention_mask.size(1) - logits_to_keep + keep)
+        computed, _, _ = forward(input_ids[these, columns], attention_mask[these, columns], keep)
+        logprobs[these, :keep] = computed.float()
+    return logprobs
 
 
 def _pad(rows: Sequence[Any], value: int, side: str, device: torch.device) -> torch.Tensor:
