@@ -251,6 +251,37 @@ def save_model(shape: Shape, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(shape.config | dict(eos_token_id=0, pad_token_id=0)))
 
 
+def make_trainer(shape: Shape, directory: Path) -> Any:
+    """A trainer with the plugin, for its forward."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from trl_integration import SpecGRPOConfig, SpecGRPOTrainer
+
+    on_gpu, rows = torch.cuda.is_available(), shape.scored_rows
+    with torch.device("cuda" if on_gpu else "cpu"):  # random weights of this size take minutes on a CPU
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(directory), dtype=getattr(torch, shape.config["dtype"])
+        )
+    args = SpecGRPOConfig(
+        output_dir=str(directory / "trainer"),
+        use_spec_rollout=True,
+        per_device_train_batch_size=rows,
+        num_generations=SAMPLES,
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        report_to="none",
+    )
+    return SpecGRPOTrainer(
+        model=model,
+        args=args,
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * rows}),
+        processing_class=AutoTokenizer.from_pretrained(directory, padding_side="left"),
+    )
+
+
 class Replay:
     """An engine and a trainer of one shape, and what is measured with them.
 
@@ -263,7 +294,7 @@ class Replay:
     def __init__(self, shape: Shape, directory: Path, max_rows: int, max_tokens: int):
         self.shape, self.directory, self.vocab_size = shape, directory, shape.config["vocab_size"]
         save_model(shape, directory)
-        self.trainer = self._trainer()
+        self.trainer = make_trainer(shape, directory)
         self.llm = self._engine(max_rows, max_tokens)
 
     def _engine(self, max_rows: int, max_tokens: int) -> Any:
@@ -285,36 +316,6 @@ class Replay:
             max_num_batched_tokens=4096,
             logprobs_mode="processed_logprobs",
             **self.shape.engine,
-        )
-
-    def _trainer(self) -> Any:
-        """A trainer with the plugin, for its forward."""
-        import torch
-        from datasets import Dataset
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-        from trl_integration import SpecGRPOConfig, SpecGRPOTrainer
-
-        on_gpu, rows = torch.cuda.is_available(), self.shape.scored_rows
-        with torch.device("cuda" if on_gpu else "cpu"):  # random weights of this size take minutes on a CPU
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(self.directory), dtype=getattr(torch, self.shape.config["dtype"])
-            )
-        args = SpecGRPOConfig(
-            output_dir=str(self.directory / "trainer"),
-            use_spec_rollout=True,
-            per_device_train_batch_size=rows,
-            num_generations=SAMPLES,
-            bf16=on_gpu,
-            use_cpu=not on_gpu,
-            report_to="none",
-        )
-        return SpecGRPOTrainer(
-            model=model,
-            args=args,
-            reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
-            train_dataset=Dataset.from_dict({"prompt": ["a"] * rows}),
-            processing_class=AutoTokenizer.from_pretrained(self.directory, padding_side="left"),
         )
 
     def sampling_params(self, max_tokens: int, **changes: Any) -> Any:

@@ -234,25 +234,29 @@ def test_rloo_reuses_and_stores_what_its_own_pass_computed(tiny_model, tmp_path,
     assert trainer.computed_rows == total.verified_rows + total.rows - total.full_reuse_rows
 
 
-@pytest.mark.parametrize("cut", [dict(), truncation.SETTINGS[-1]], ids=["whole", "cut"])
-def test_the_pass_for_old_logprobs_computes_no_padding_of_the_longest_row(tiny_model, tmp_path, cut):
-    passes = []
+@pytest.mark.parametrize(
+    ("changes", "passes_a_rollout"),
+    [(dict(beta=0.0), 1), (truncation.SETTINGS[-1] | dict(beta=0.0), 1), (dict(beta=0.1), 2)],
+    ids=["policy", "cut", "reference"],
+)
+def test_passes_for_logprobs_compute_no_padding_of_the_longest_row(tiny_model, tmp_path, changes, passes_a_rollout):
+    masks = []
 
     class Watched(trl.RLOOTrainer):
         def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
-            if model is self.model and not torch.is_grad_enabled():
-                passes.append(attention_mask)
+            if not torch.is_grad_enabled():
+                masks.append(attention_mask)
             return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
 
-    changes = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=64) | cut
+    changes = changes | dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=64)
     args = settings(tmp_path, SpecRLOOConfig, num_train_epochs=1, **changes)
     trainer = build(tiny_model, args, trainer=type("WatchedTrainer", (CheckedRLOOTrainer, Watched), {}))
     trainer.train()
-    assert trainer.checked_rows == 3 * 8 == sum(map(len, passes))
-    assert all(len(mask) == 2 and mask.any(0).all() for mask in passes)
+    assert trainer.checked_rows == 3 * 8 and sum(map(len, masks)) == passes_a_rollout * 3 * 8
+    assert all(len(mask) == 2 and mask.any(0).all() for mask in masks)
     # Short and long rows apart: it is this that makes narrow batches.
-    tokens = sum(mask.numel() for mask in passes)
-    assert tokens < 0.8 * sum(8 * max(mask.size(1) for mask in passes[i : i + 4]) for i in (0, 4, 8))
+    widest = [8 * max(mask.size(1) for mask in masks[i : i + 4]) for i in range(0, len(masks), 4)]
+    assert sum(mask.numel() for mask in masks) < 0.8 * sum(widest)
 
 
 # With the last one TRL makes no pass for the old log-probs: what was noted while sampling is stored.

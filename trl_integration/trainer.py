@@ -363,16 +363,18 @@ class SpecRolloutMixin:
                 model, ids, mask, keep, *args, **kwargs
             )
 
-        # The pass for the old log-probs: the first over the policy itself between a rollout and its being stored.
-        if self._rollout is None or self._scored is not None or not self._is_policy(model):
+        if self._rollout is None:
             return forward(input_ids, attention_mask, logits_to_keep)
-        assert self.spec_rollout is not None
-        responses, device = self._rollout.responses, input_ids.device
+        # Between a rollout and its being stored TRL makes a pass over the policy, for the old log-probs, and one over
+        # the reference. Of the first the trainer's verification knows rows already, unless it scores a truncated
+        # distribution.
         size = self.args.per_device_train_batch_size
-        # Verification by the engine has no log-probs of the trainer; of a truncated distribution it has others.
-        if self.args.spec_verifier != "trainer" or self._sampled.truncated:
+        verifies = self.args.spec_verifier == "trainer" and not self._sampled.truncated
+        if not verifies or self._scored is not None or not self._is_policy(model):
             everything = list(range(len(input_ids)))
             return _narrow(forward, input_ids, attention_mask, logits_to_keep, everything, size), None, None
+        assert self.spec_rollout is not None
+        responses, device = self._rollout.responses, input_ids.device
         # A row may go on after its rollout, with what tools answered. And TRL may mask whole rows
         # (`mask_truncated_completions`), but the log-probs of their rollouts are wanted for the cache.
         turns = [len(response.tokens) for response in responses]
