@@ -31,7 +31,7 @@ import replay_rollouts
 import torch
 import trl
 
-from trl_integration.trainer import _narrow, _pad
+from trl_integration.padding import logprobs_by_length, pad
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def measure(
 
     def padded_rows(counts: Any, side: str, random: bool) -> torch.Tensor:
         make = partial(torch.randint, 1, shape.config["vocab_size"]) if random else torch.ones
-        return _pad([make((count,)) for count in counts.tolist()], 0, side, device)
+        return pad([make((count,)) for count in counts.tolist()], 0, side, device)
 
     torch.manual_seed(0)
     ids = [padded_rows(lengths.prompts, "left", True), padded_rows(lengths.responses, "right", True)]
@@ -76,7 +76,7 @@ def measure(
 
     def narrow() -> torch.Tensor:
         rows = list(range(len(sequences)))
-        return _narrow(partial(counted, "narrow"), sequences, mask, keep, rows, shape.scored_rows)
+        return logprobs_by_length(partial(counted, "narrow"), sequences, mask, keep, rows, shape.scored_rows)
 
     passes: dict[str, Callable[[], torch.Tensor]] = {"padded": padded, "narrow": narrow}
     seconds: dict[str, list[float]] = {name: [] for name in passes}

@@ -22,7 +22,6 @@ import torch
 from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer, RLOOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -45,6 +44,7 @@ from trl_integration.config import SpecRolloutArguments
 from trl_integration.continuous_batching import recorded_generate_batch
 from trl_integration.distribution import SampledDistribution
 from trl_integration.hidden_states import last_hidden_states
+from trl_integration.padding import by_length, logprobs_by_length, pad
 from trl_integration.ranks import EngineRanks, TrainingRanks
 from trl_integration.sampling import recorded_generate
 
@@ -319,7 +319,7 @@ class SpecRolloutMixin:
         if self._sampled.truncated:
             longest = max(self.spec_rollout.ranks.gather(max(map(len, continuations), default=1)))
             size = min(size, self._sampled.rows_at_once(longest, self.model.config.get_text_config().vocab_size))
-        batches = _by_length(lengths, size)
+        batches = by_length(lengths, size)
         most = max(self.spec_rollout.ranks.gather(len(batches)))
         batches += [[]] * (most - len(batches))
         observing = nullcontext() if take is None else last_hidden_states(self.accelerator.unwrap_model(self.model))
@@ -328,10 +328,10 @@ class SpecRolloutMixin:
             for rows in batches:
                 left = [prompts[row] for row in rows] or [[pad_id]]
                 right = [continuations[row] for row in rows] or [[pad_id]]
-                ids = [_pad(left, pad_id, "left", device), _pad(right, pad_id, "right", device)]
+                ids = [pad(left, pad_id, "left", device), pad(right, pad_id, "right", device)]
                 mask = [
-                    _pad([np.ones(len(row)) for row in left], 0, "left", device),
-                    _pad([np.ones(len(row)) for row in right], 0, "right", device),
+                    pad([np.ones(len(row)) for row in left], 0, "left", device),
+                    pad([np.ones(len(row)) for row in right], 0, "right", device),
                 ]
                 sequences = (self.model, torch.cat(ids, 1), torch.cat(mask, 1), ids[1].size(1))
                 if self._sampled.truncated:
@@ -372,7 +372,7 @@ class SpecRolloutMixin:
         verifies = self.args.spec_verifier == "trainer" and not self._sampled.truncated
         if not verifies or self._scored is not None or not self._is_policy(model):
             everything = list(range(len(input_ids)))
-            return _narrow(forward, input_ids, attention_mask, logits_to_keep, everything, size), None, None
+            return logprobs_by_length(forward, input_ids, attention_mask, logits_to_keep, everything, size), None, None
         assert self.spec_rollout is not None
         responses, device = self._rollout.responses, input_ids.device
         # A row may go on after its rollout, with what tools answered. And TRL may mask whole rows
@@ -387,7 +387,7 @@ class SpecRolloutMixin:
         # A sharded model needs all ranks for a forward: each computes as many rows as the one with most to compute.
         again = known[: max(self.spec_rollout.ranks.gather(len(rows))) - len(rows)]
         mask = torch.cat([attention_mask[:, :-logits_to_keep], wanted], 1)
-        logprobs = _narrow(forward, input_ids, mask, logits_to_keep, rows + again, size)
+        logprobs = logprobs_by_length(forward, input_ids, mask, logits_to_keep, rows + again, size)
         for row in known:
             logprobs[row, : turns[row]] = torch.from_numpy(responses[row].logprobs).to(device)
         self._count_spared(self._rollout, known[len(again) :])
@@ -483,42 +483,6 @@ def _shard_again(model: Any) -> None:
             head(torch.zeros(1, head.in_features, device=head.weight.device, dtype=head.weight.dtype))
     for module in sharded:
         module.reshard()
-
-
-def _by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices in batches of `size` rows of similar length, the shortest first."""
-    order = np.argsort(lengths, kind="stable").tolist()
-    return [order[start : start + size] for start in range(0, len(order), size)]
-
-
-def _narrow(
-    forward: Callable[[torch.Tensor, torch.Tensor, int], Any],
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    logits_to_keep: int,
-    rows: list[int],
-    size: int,
-) -> torch.Tensor:
-    """Log-probs of these rows, zero for others, of shape `(batch, logits_to_keep)`.
-
-    TRL pads every row to the longest prompt and the longest completion of all; here those of similar length share a
-    forward, `size` at a time.
-    """
-    logprobs = torch.zeros((len(input_ids), logits_to_keep), device=input_ids.device)
-    lengths = attention_mask[:, -logits_to_keep:].sum(1)
-    for batch in _by_length(attention_mask[rows].sum(1).tolist(), size):
-        these = [rows[i] for i in batch]
-        keep = max(1, int(lengths[these].max()))
-        columns = slice(int(attention_mask[these].argmax(1).min()), attention_mask.size(1) - logits_to_keep + keep)
-        computed, _, _ = forward(input_ids[these, columns], attention_mask[these, columns], keep)
-        logprobs[these, :keep] = computed.float()
-    return logprobs
-
-
-def _pad(rows: Sequence[Any], value: int, side: str, device: torch.device) -> torch.Tensor:
-    """Ragged rows as one integer tensor of shape `(batch, tokens)`."""
-    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side).to(device)
 
 
 class SpecGRPOTrainer(SpecRolloutMixin, GRPOTrainer):
