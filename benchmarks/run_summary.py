@@ -147,8 +147,9 @@ def _load(directory: Path) -> dict[str, list[dict[str, Any]]]:
                 while steps and steps[-1]["step"] >= entry["step"]:  # a run that was cut off went on from before
                     steps.pop()
                 if "reward" not in entry:  # with `num_iterations=2` every other step has no rollout of its own
-                    entry |= {name: steps[-1][name] for name in ("reward", "trained_tokens")}
-                    entry["rollout/completion_tokens"] = 0.0
+                    before = steps[-1]
+                    entry |= {name: 0.0 for name in before if name.startswith("spec/time/") or name.endswith("_tokens")}
+                    entry |= {name: before[name] for name in ("reward", "trained_tokens")}
                 entry.setdefault("trained_tokens", entry["rollout/completion_tokens"])
                 entry.setdefault("spec/generated_tokens", entry["rollout/completion_tokens"])
                 if "spec/time/verify_s" in entry:

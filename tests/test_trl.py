@@ -105,8 +105,11 @@ def test_what_the_summary_of_a_run_says():
         dict(num_iterations=2),
         dict(steps_per_generation=2, per_device_train_batch_size=4),
         dict(steps_per_generation=2, num_iterations=2, per_device_train_batch_size=4, logging_steps=4),
+        # Six prompts of four completions: an epoch ends within an accumulation.
+        dict(steps_per_generation=2, gradient_accumulation_steps=4, per_device_train_batch_size=4),
+        dict(steps_per_generation=1, gradient_accumulation_steps=2),
     ],
-    ids=["accumulation", "iterations, every other step", "iterations", "generations", "both"],
+    ids=["accumulation", "iterations, every other step", "iterations", "generations", "both", "cut", "cut, shorter"],
 )
 def test_a_plain_run_tells_its_tokens(tiny_model, tmp_path, changes):
     lengths = []
@@ -117,6 +120,22 @@ def test_a_plain_run_tells_its_tokens(tiny_model, tmp_path, changes):
 
     args = settings(tmp_path, trl.GRPOConfig, **changes)
     build(tiny_model, args, trainer=trl.GRPOTrainer, reward_funcs=reward, callbacks=[RunLog()]).train()
+    assert sum(step["tokens"] or 0 for step in report.load(tmp_path)) == pytest.approx(sum(lengths))
+
+
+def test_a_plain_run_that_is_resumed_tells_its_tokens(tiny_model, tmp_path):
+    """From a checkpoint in the middle of what a rollout serves: TRL begins with a new one."""
+    lengths = []
+
+    def reward(completions, completion_ids, **kwargs):
+        lengths.append(sum(map(len, completion_ids)))
+        return reward_digits(completions)
+
+    args = settings(tmp_path, trl.GRPOConfig, num_iterations=2, save_strategy="steps", save_steps=3)
+    for resume in (False, True):
+        callbacks = [RunLog()] if resume else [RunLog(), StopAt(3)]
+        trainer = build(tiny_model, args, trainer=trl.GRPOTrainer, reward_funcs=reward, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
     assert sum(step["tokens"] or 0 for step in report.load(tmp_path)) == pytest.approx(sum(lengths))
 
 

@@ -7,8 +7,14 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
+import trl
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config
+from trl_runs import build, settings
 
-from trl_integration.padding import by_length, logprobs_by_length, pad
+from trl_integration import SpecRLOOConfig, SpecRLOOTrainer
+from trl_integration.padding import by_length, depends_on_width, logprobs_by_length, pad
+
+DYNAMIC = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
 
 pytestmark = pytest.mark.trl
 
@@ -45,3 +51,32 @@ def test_log_probs_are_those_of_the_padded_forward(wanted, size):
     whole[absent] = 0
     assert found.dtype == torch.float32 and torch.equal(found, whole)
     assert narrow <= len(wanted) * ids.size(1)
+
+
+def test_positions_that_depend_on_the_width_are_known():
+    factors = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, rope_theta=10000.0)
+    sizes = dict(hidden_size=64, num_attention_heads=4)
+    longrope = Phi3Config(**sizes, original_max_position_embeddings=24, rope_parameters=factors)
+    assert depends_on_width(longrope) and depends_on_width(LlamaConfig(rope_parameters=DYNAMIC))
+    linear = LlamaConfig(rope_parameters=DYNAMIC | dict(rope_type="linear"))
+    assert not any(map(depends_on_width, (LlamaConfig(), linear, Gemma3TextConfig())))
+    by_layer = {"sliding_attention": dict(rope_type="default", rope_theta=1e4), "full_attention": DYNAMIC}
+    assert depends_on_width(Gemma3TextConfig(rope_parameters=by_layer))
+
+
+def test_a_model_whose_positions_depend_on_the_width_has_that_of_the_update(tiny_model, tmp_path):
+    widths = []
+
+    class Watched(trl.RLOOTrainer):
+        def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
+            widths.append((torch.is_grad_enabled(), input_ids.size(1)))
+            return super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+
+    changes = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=64)
+    args = settings(tmp_path, SpecRLOOConfig, num_train_epochs=1, **changes)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, rope_parameters=DYNAMIC)
+    trainer = type("WatchedTrainer", (SpecRLOOTrainer, Watched), {})
+    build(model, args, trainer=trainer, tokenizer=tiny_model).train()
+    passes, updates = ([width for in_update, width in widths if in_update is kind] for kind in (False, True))
+    # A rollout has four batches, policy and reference, and four of the update.
+    assert passes == [width for width in updates[::4] for _ in range(8)]

@@ -32,12 +32,17 @@ class RunLog(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._step = 0  # of the log before
+        # Forward passes that were trained on, and of these those before the last log. They go on over a second
+        # `train()`, as TRL's own count does, and begin anew in a run that is resumed.
+        self._passes = self._logged = 0
 
-    def on_train_begin(
+    def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._step = state.global_step
+        self._passes += 1
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._passes += 1
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
@@ -46,7 +51,7 @@ class RunLog(TrainerCallback):
             return
         path = Path(args.output_dir or ".") / RUN_LOG
         line = json.dumps(
-            {"step": state.global_step, "epoch": state.epoch, **self._completion_tokens(args, state, logs), **logs},
+            {"step": state.global_step, "epoch": state.epoch, **self._completion_tokens(args, logs), **logs},
             default=float,
         )
         try:
@@ -56,18 +61,15 @@ class RunLog(TrainerCallback):
         except OSError as error:  # a full disk must not end a training run
             logger.warning("step %d was not logged to %s: %s", state.global_step, path, error)
 
-    def _completion_tokens(
-        self, args: TrainingArguments, state: TrainerState, logs: dict[str, Any]
-    ) -> dict[str, float]:
+    def _completion_tokens(self, args: TrainingArguments, logs: dict[str, Any]) -> dict[str, float]:
         """Tokens of all completions since the log before."""
         if "completions/mean_length" not in logs:  # an evaluation, or the end
             return {}
-        before, self._step = self._step, state.global_step
-        accumulation = args.gradient_accumulation_steps
-        per_rollout = getattr(args, "steps_per_generation", accumulation)
-        passes = per_rollout * getattr(args, "num_iterations", 1)  # forward passes that a rollout serves
-        rollouts = math.ceil(state.global_step * accumulation / passes) - math.ceil(before * accumulation / passes)
-        rows = args.per_device_train_batch_size * args.world_size * per_rollout
+        before, self._logged = self._logged, self._passes
+        passes_a_batch = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)
+        passes = passes_a_batch * getattr(args, "num_iterations", 1)  # that a rollout serves
+        rollouts = math.ceil(self._passes / passes) - math.ceil(before / passes)
+        rows = args.per_device_train_batch_size * args.world_size * passes_a_batch
         return {"rollout/completion_tokens": rollouts * rows * logs["completions/mean_length"]}
 
 
@@ -83,7 +85,6 @@ class SpecRolloutCallback(RunLog):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
         core = self.trainer.spec_rollout
         core.total = RolloutCounts()  # of this run: the trainer may have trained before
         self._first_epoch = state.epoch or 0.0

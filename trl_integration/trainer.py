@@ -44,7 +44,7 @@ from trl_integration.config import SpecRolloutArguments
 from trl_integration.continuous_batching import recorded_generate_batch
 from trl_integration.distribution import SampledDistribution
 from trl_integration.hidden_states import last_hidden_states
-from trl_integration.padding import by_length, logprobs_by_length, pad
+from trl_integration.padding import by_length, depends_on_width, logprobs_by_length, pad
 from trl_integration.ranks import EngineRanks, TrainingRanks
 from trl_integration.sampling import recorded_generate
 
@@ -363,16 +363,18 @@ class SpecRolloutMixin:
                 model, ids, mask, keep, *args, **kwargs
             )
 
+        def computed(mask: torch.Tensor, rows: list[int]) -> torch.Tensor:
+            size, trim = self.args.per_device_train_batch_size, not depends_on_width(self.model.config)
+            return logprobs_by_length(forward, input_ids, mask, logits_to_keep, rows, size, trim)
+
         if self._rollout is None:
             return forward(input_ids, attention_mask, logits_to_keep)
         # Between a rollout and its being stored TRL makes a pass over the policy, for the old log-probs, and one over
         # the reference. Of the first the trainer's verification knows rows already, unless it scores a truncated
         # distribution.
-        size = self.args.per_device_train_batch_size
         verifies = self.args.spec_verifier == "trainer" and not self._sampled.truncated
         if not verifies or self._scored is not None or not self._is_policy(model):
-            everything = list(range(len(input_ids)))
-            return logprobs_by_length(forward, input_ids, attention_mask, logits_to_keep, everything, size), None, None
+            return computed(attention_mask, list(range(len(input_ids)))), None, None
         assert self.spec_rollout is not None
         responses, device = self._rollout.responses, input_ids.device
         # A row may go on after its rollout, with what tools answered. And TRL may mask whole rows
@@ -387,7 +389,7 @@ class SpecRolloutMixin:
         # A sharded model needs all ranks for a forward: each computes as many rows as the one with most to compute.
         again = known[: max(self.spec_rollout.ranks.gather(len(rows))) - len(rows)]
         mask = torch.cat([attention_mask[:, :-logits_to_keep], wanted], 1)
-        logprobs = logprobs_by_length(forward, input_ids, mask, logits_to_keep, rows + again, size)
+        logprobs = computed(mask, rows + again)
         for row in known:
             logprobs[row, : turns[row]] = torch.from_numpy(responses[row].logprobs).to(device)
         self._count_spared(self._rollout, known[len(again) :])
