@@ -44,6 +44,7 @@ DRIFT = {
     "fresh_row_rate": "spec/fresh_row_rate",
     "full_reuse_rate": "spec/full_reuse_rate",
     "reward_gap": "spec/reward_gap",
+    "new_reward_fraction": "spec/new_reward_fraction",
     "masked_row_rate": "spec/masked_row_rate",
     "engine_logp_difference": "sampling/sampling_logp_difference/mean",
     "entropy": "entropy",

@@ -28,6 +28,7 @@ from openrlhf_integration.pruning import Gate, PausingRequest
 from openrlhf_integration.seams import plain
 from specrl_plugins import Response, RolloutCounts, prompt_key
 from specrl_plugins.request import roll_out
+from specrl_plugins.response import count_rewards
 from specrl_plugins.trajectory import Trajectory
 from specrl_plugins.vllm.engine import may_read_cache
 from specrl_plugins.vllm.hidden_states import TOP, AsyncHiddenStates
@@ -226,12 +227,11 @@ class SpecRolloutActor(plain(RolloutRayActor)):
     async def _store(self, samples: list[Sample], answers: list[dict[str, Any] | None]) -> None:
         """Keep what came of a prompt's samples, with their rewards where they are known by now."""
         made: list[tuple[Sample, Trajectory]] = []
-        for sample, answer in zip(samples, answers, strict=True):
-            if sample.response is None:
-                continue
-            reward = reward_of(answer)
-            sample.response.count_reward(reward, sample.counts)
-            trajectory = sample.response.trajectory(sample.cap, sample.step, reward=reward)
+        known = [(s, s.response, reward_of(a)) for s, a in zip(samples, answers, strict=True) if s.response is not None]
+        if known:  # counts of a prompt's samples are only ever added up
+            count_rewards([response for _, response, _ in known], [r for *_, r in known], known[0][0].counts)
+        for sample, response, reward in known:
+            trajectory = response.trajectory(sample.cap, sample.step, reward=reward)
             if trajectory is None:
                 sample.counts.nonfinite_rows += 1
                 sample.counts.unstored_rows += 1

@@ -92,6 +92,7 @@ class SpecSamplesGenerator(SamplesGenerator):
             if self._counts.rows:
                 refuse_broken_scorer(self._counts)
                 share_out_seconds(self._counts, time.perf_counter() - start)
+                self._counts.step_s = self.ledger.lap()
                 self.ledger.observe(self._counts)
                 refuse_broken_sampler(self._counts)
             *_, exhausted = batch

@@ -1,4 +1,4 @@
-"""The guard: whether verifying drafts pays, by measurement."""
+"""The guard: whether reuse pays, by measurement."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ logger = logging.getLogger(__name__)
 
 
 class VerificationGuard:
-    """Compares the seconds a completion token costs with and without drafts, and pauses drafts that save too little.
+    """Compares what a training step takes with and without drafts, and pauses drafts that do not pay.
 
-    Reuse has a price beside its seconds: responses that are carried over teach less than new ones. So it has to save
-    something.
+    A step is compared for what it teaches: a response that is carried over, with the reward that it had before, teaches
+    less than a new one. So drafts pay where a step takes less time for what is [new][RolloutCounts.new_reward_fraction]
+    in it, and a share of the rest.
 
     While paused, rollouts are plain, which measures their cost anew (responses grow shorter or longer as the policy
-    learns); then drafts get another chance. A second failure in a row pauses twice as long.
+    learns); then drafts get another chance. A second failure in a row pauses twice as long. Where there was no
+    opportunity to measure plain batches, since prompts come back at once or the run was resumed, a few are made.
 
     Args:
         samples (`int`, *optional*, defaults to `3`):
             Batches of each kind that are measured before a verdict.
-        saving (`float`, *optional*, defaults to `0.1`):
-            Share of the plain cost that drafts must save, or they do not pay.
+        repeated (`float`, *optional*, defaults to `0.5`):
+            What a reward that is that of last time teaches, in parts of what a new one does.
         pause (`int`, *optional*, defaults to `4`):
             Batches of the first pause.
         longest_pause (`int`, *optional*, defaults to `64`):
@@ -36,25 +38,26 @@ class VerificationGuard:
     def __init__(
         self,
         samples: int = 3,
-        saving: float = 0.1,
+        repeated: float = 0.5,
         pause: int = 4,
         longest_pause: int = 64,
         may_pause: bool = True,
     ):
-        self.saving = saving
+        self.samples = samples
+        self.repeated = repeated
         self.may_pause = may_pause
-        self._plain: deque[float] = deque(maxlen=samples)
-        self._reusing: deque[float] = deque(maxlen=samples)
+        self._plain: deque[RolloutCounts] = deque(maxlen=samples)
+        self._reusing: deque[RolloutCounts] = deque(maxlen=samples)
         self._first_pause = self._next_pause = pause
         self._longest_pause = longest_pause
         self._paused_for = 0
         self._first_cost: float | None = None
-        self._warm = False
 
     @property
     def plain_cost(self) -> float | None:
-        """Seconds a completion token costs without drafts (median); `None` before it was measured."""
-        return statistics.median(self._plain) if self._plain else self._first_cost
+        """Seconds of rollouts that a completion token costs without drafts (median); `None` before it was measured."""
+        costs = [counts.seconds / counts.trained_tokens for counts in self._plain]
+        return statistics.median(costs) if costs else self._first_cost
 
     @property
     def paused(self) -> bool:
@@ -67,22 +70,26 @@ class VerificationGuard:
             self._paused_for -= 1
         if not counts.trained_tokens:
             return
-        cost = counts.seconds / counts.trained_tokens
-        if not self._warm:
-            # The first batch also pays for compilation and allocation: a reference only where there is no other, and
-            # none at all where it already had drafts (a resumed run).
-            self._warm = True
-            self._first_cost = None if counts.verified_rows else cost
+        if not counts.step_s:
+            # The first batch, which also pays for compilation and allocation: a reference only where there is no other,
+            # and none at all where it already had drafts (a resumed run).
+            self._first_cost = None if counts.verified_rows else counts.seconds / counts.trained_tokens
             return
-        if not counts.verified_rows:
-            self._plain.append(cost)
-            return
-        self._reusing.append(cost)
-        plain = self.plain_cost
-        if not self.may_pause or plain is None or len(self._reusing) < (self._reusing.maxlen or 0):
-            return
-        reusing = statistics.median(self._reusing)
-        if reusing <= (1 - self.saving) * plain:
+        (self._reusing if counts.verified_rows else self._plain).append(counts)
+        if self.may_pause and not self._paused_for and len(self._reusing) == self.samples:
+            if missing := self.samples - len(self._plain):
+                self._paused_for = missing
+            else:
+                self._judge()
+
+    def _judge(self) -> None:
+        plain, reusing = _step_cost(self._plain), _step_cost(self._reusing)
+        together = sum(self._reusing, RolloutCounts())
+        new = together.new_reward_fraction
+        if new is None:  # without rewards, what is generated is what is known to be new
+            new = together.generated_tokens / together.completion_tokens
+        taught = new + self.repeated * (1 - new)
+        if reusing <= taught * plain:
             self._next_pause = self._first_pause
             return
         self._paused_for = self._next_pause
@@ -90,13 +97,18 @@ class VerificationGuard:
         self._reusing.clear()
         self._plain.clear()
         logger.warning(
-            "Verifying drafts does not pay at present: a completion token costs %.2f ms with reuse and %.2f ms "
-            "without, and reuse is to save %.0f%%, since what is reused teaches less. Reuse pauses for %d batches, "
-            "then is tried again. Short responses, a small model, few rows a batch (a single fresh one takes as long "
-            "as many) and a policy that changes fast do this. With the guard switched off reuse goes on whatever it "
-            "costs.",
+            "Reuse does not pay at present: a step takes %.3f ms a completion token with it and %.3f ms without, and "
+            "teaches an estimated %.0f%% of what one without does. Reuse pauses for %d batches, then is tried again. "
+            "Short responses, a small model, few rows a batch (a single fresh one takes as long as many), a policy "
+            "that changes fast, and rewards that are decided early in a response do this. With the guard switched off "
+            "reuse goes on whatever it costs.",
             1e3 * reusing,
             1e3 * plain,
-            1e2 * self.saving,
+            1e2 * taught,
             self._paused_for,
         )
+
+
+def _step_cost(batches: deque[RolloutCounts]) -> float:
+    """Seconds of a step for each completion token that is trained on (median)."""
+    return statistics.median(counts.step_s / counts.trained_tokens for counts in batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Protocol
 
 from specrl_plugins.cache import CacheError
@@ -61,7 +62,13 @@ class RolloutLedger:
         self.guard = guard or VerificationGuard()
         self.total = RolloutCounts()
         self._since_taken = RolloutCounts()
+        self._stored_at: float | None = None
         self._all_reused, self._none_reused, self._none_stored = _Streak(), _Streak(), _Streak()
+
+    def lap(self) -> float:
+        """Seconds since the last call, which follows the storing of each batch; 0 for the first one."""
+        before, self._stored_at = self._stored_at, time.perf_counter()
+        return 0.0 if before is None else self._stored_at - before
 
     def observe(self, counts: RolloutCounts) -> None:
         """Add up the counts of a batch that is stored; the guard looks at them."""

@@ -44,6 +44,15 @@ class RolloutCounts:
     """Sum of rewards of rows without reuse."""
     fresh_rewards: int = 0
     """Rows without reuse whose reward is known."""
+    reward_change_sum: float = 0.0
+    """Half the squared differences between the rewards of rows with reuse and those of their drafts: as large as the
+    variance of rewards where these have nothing to do with each other."""
+    reward_changes: int = 0
+    """Rows with reuse whose reward is known, and that of the draft."""
+    reward_spread_sum: float = 0.0
+    """Squared differences of rewards from the mean of their prompt's in the batch."""
+    reward_spread_rows: int = 0
+    """Rows whose reward is known, less one for each prompt."""
     refreshed_rows: int = 0
     """Drafts left aside by the refresh rate."""
     outlived_rows: int = 0
@@ -94,6 +103,8 @@ class RolloutCounts:
     spared_s: float = 0.0
     """Seconds of the trainer's own log-prob pass that verification made unnecessary (an estimate, from the tokens that
     pass was spared and the seconds a token that verifying took)."""
+    step_s: float = 0.0
+    """Seconds since the batch before was stored: of a whole training step. 0 for the first one of a run."""
 
     def __add__(self, other: RolloutCounts) -> RolloutCounts:
         return RolloutCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -124,6 +135,24 @@ class RolloutCounts:
         """Tokens of the responses that are trained on."""
         return self.completion_tokens - self.given_up_tokens
 
+    @property
+    def reward_redrawn(self) -> float | None:
+        """How much of the spread of rewards is drawn anew where a row reuses: 1 if its reward has no more to do with
+        that of its draft than with that of another response to the prompt, 0 if it is the same. `None` where that is
+        not known: without rewards, or where all responses to a prompt have the same."""
+        if not (self.reward_changes and self.reward_spread_sum):
+            return None
+        change, spread = self.reward_change_sum / self.reward_changes, self.reward_spread_sum / self.reward_spread_rows
+        return min(change / spread, 1.0)
+
+    @property
+    def new_reward_fraction(self) -> float | None:
+        """How much of the batch is new: rows without reuse, and of the others as much as their rewards are drawn
+        anew, see [`reward_redrawn`] / rows. `None` where that is not known."""
+        if not self.reuse_rows:
+            return 1.0 if self.rows else None
+        return None if self.reward_redrawn is None else 1 - (1 - self.reward_redrawn) * self.reuse_rows / self.rows
+
     def metrics(self) -> dict[str, float]:
         """Ratios and totals, by the names that every framework logs. What has no denominator is left out.
 
@@ -140,6 +169,7 @@ class RolloutCounts:
         | `spec/log_ratio_mean` | mean of log q - log p over reused tokens, nats: how far the policy has moved |
         | `spec/draft_age_mean` | mean visits since a reused token was sampled |
         | `spec/reward_gap` | mean reward of rows with reuse - mean reward of rows without |
+        | `spec/new_reward_fraction` | rewards drawn anew / rows: what a batch teaches, see [`new_reward_fraction`] |
         | `spec/refresh_rate` | drafts left aside by the refresh rate / rows |
         | `spec/outlived_rate` | drafts left aside by the carry-over limit / rows |
         | `spec/paused_rate` | rows not looked up because verifying did not pay / rows |
@@ -197,6 +227,8 @@ class RolloutCounts:
             }
         if self.exchanged_bytes:
             metrics["spec/exchanged_mib"] = self.exchanged_bytes / 2**20
+        if self.new_reward_fraction is not None:
+            metrics["spec/new_reward_fraction"] = self.new_reward_fraction
         if self.reuse_rewards and self.fresh_rewards:
             metrics["spec/reward_gap"] = (
                 self.reuse_reward_sum / self.reuse_rewards - self.fresh_reward_sum / self.fresh_rewards

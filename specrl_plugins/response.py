@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -150,12 +152,13 @@ class Response:
         return np.concatenate([reused, self.logprobs[self.prefix :]])
 
     def count_reward(self, reward: float, counts: RolloutCounts) -> None:
-        """Add its reward; NaN where it has none."""
-        if math.isnan(reward):
-            return
+        """Add its reward."""
         if self.prefix:
             counts.reuse_reward_sum += float(reward)
             counts.reuse_rewards += 1
+            if self.draft is not None and self.draft.reward is not None:
+                counts.reward_change_sum += (float(reward) - self.draft.reward) ** 2 / 2
+                counts.reward_changes += 1
         else:
             counts.fresh_reward_sum += float(reward)
             counts.fresh_rewards += 1
@@ -190,3 +193,21 @@ class Response:
             step=step,
             reward=None if reward is None or math.isnan(reward) else float(reward),
         )
+
+
+def count_rewards(responses: Sequence[Response], rewards: Sequence[float], counts: RolloutCounts) -> None:
+    """Add the rewards of a batch, or of all responses to a prompt.
+
+    Args:
+        responses (`Sequence[Response]` of length `batch`).
+        rewards (`Sequence[float]` of length `batch`): NaN for a row that has none.
+        counts (`RolloutCounts`): what they are added to.
+    """
+    of_prompts = defaultdict(list)
+    for response, reward in zip(responses, rewards, strict=True):
+        if not math.isnan(reward):
+            response.count_reward(reward, counts)
+            of_prompts[response.key].append(float(reward))
+    for known in of_prompts.values():
+        counts.reward_spread_sum += len(known) * float(np.var(known))
+        counts.reward_spread_rows += len(known) - 1

@@ -20,7 +20,7 @@ from specrl_plugins.ledger import RolloutLedger
 from specrl_plugins.metrics import RolloutCounts, totals
 from specrl_plugins.no_cache import NoCache
 from specrl_plugins.ranks import OneRank, Ranks, leads_node, own_rows
-from specrl_plugins.response import Response
+from specrl_plugins.response import Response, count_rewards
 from specrl_plugins.trajectory import Trajectory, assign_slots, prompt_key
 
 if TYPE_CHECKING:  # it needs PyTorch
@@ -166,7 +166,7 @@ class SpeculativeRollout(RolloutLedger):
         """
         counts = rollout.counts
         if rewards is not None:
-            self._count_rewards(rollout.responses, rewards, counts)
+            count_rewards(rollout.responses, rewards, counts)
             if self.pruning is not None:
                 with timed(counts, "learn_s"):
                     self.pruning.learn(rollout.judged, rollout.responses, rewards)
@@ -174,6 +174,7 @@ class SpeculativeRollout(RolloutLedger):
             self._put(rollout, logprobs, rewards)
         counts.corrupt_rows += self.cache.corrupt - self._corrupt_before
         self._corrupt_before = self.cache.corrupt
+        counts.step_s = self.lap()
         # Once all ranks are here, all have stored: no look-up for a later step can come too early.
         total = totals(self.ranks.gather(counts))
         self.observe(total)
@@ -290,11 +291,6 @@ class SpeculativeRollout(RolloutLedger):
         for response in rollout.responses + rollout.pruned:
             response.count(rollout.counts)
         rollout.counts.given_up_tokens += sum(len(response.tokens) for response in rollout.pruned)
-
-    @staticmethod
-    def _count_rewards(responses: list[Response], rewards: Sequence[float], counts: RolloutCounts) -> None:
-        for response, reward in zip(responses, rewards, strict=True):
-            response.count_reward(reward, counts)
 
 
 def refuse_broken_scorer(counts: RolloutCounts) -> None:

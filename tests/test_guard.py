@@ -8,11 +8,22 @@ from specrl_plugins import RolloutCounts, VerificationGuard
 
 
 def plain(seconds: float) -> RolloutCounts:
-    return RolloutCounts(rows=1, completion_tokens=100, generate_s=seconds)
+    return RolloutCounts(rows=10, completion_tokens=100, generated_tokens=100, generate_s=seconds / 2, step_s=seconds)
 
 
-def reusing(seconds: float) -> RolloutCounts:
-    return RolloutCounts(rows=1, completion_tokens=100, verified_rows=1, generate_s=seconds - 0.25, verify_s=0.25)
+def reusing(seconds: float, redrawn: float = 1.0) -> RolloutCounts:
+    """With drafts in half of the rows, whose rewards are drawn anew to such an extent."""
+    return RolloutCounts(
+        rows=10, completion_tokens=100, generated_tokens=75, reused_tokens=25, verified_rows=5, reuse_rows=5,
+        reward_change_sum=redrawn * 5, reward_changes=5, reward_spread_sum=9.0, reward_spread_rows=9,
+        generate_s=seconds / 2, step_s=seconds,
+    )  # fmt: skip
+
+
+def first(counts: RolloutCounts) -> RolloutCounts:
+    """The same batch as the first of a run: nothing was stored before."""
+    counts.step_s = 0.0
+    return counts
 
 
 def feed(guard, *batches):
@@ -31,14 +42,30 @@ def test_reuse_that_pays_is_never_paused():
 
 def test_reuse_that_costs_more_is_paused_once_measured():
     guard = VerificationGuard(samples=3)
-    assert feed(guard, *[plain(1.0)] * 4, *[reusing(2.0)] * 3) == [False] * 6 + [True]
+    assert feed(guard, *[plain(1.0)] * 3, *[reusing(2.0)] * 3) == [False] * 5 + [True]
 
 
-@pytest.mark.parametrize(("cost", "paused"), [(0.85, False), (0.95, True), (1.05, True)])
-def test_reuse_that_saves_too_little_is_paused(cost, paused):
-    """What is reused teaches less: with nothing saved, it is a loss."""
-    guard = VerificationGuard(saving=0.1)
-    assert feed(guard, *[plain(1.0)] * 4, *[reusing(cost)] * 5)[-3] is paused
+@pytest.mark.parametrize(
+    ("redrawn", "seconds", "paused"),
+    [(1.0, 0.95, False), (1.0, 1.05, True), (0.5, 0.85, False), (0.5, 0.9, True), (0.0, 0.7, False), (0.0, 0.8, True)],
+)
+def test_a_step_counts_for_what_is_new_in_it_and_half_of_the_rest(redrawn, seconds, paused):
+    """Half of the rows reuse: with all of their rewards those of last time, a step is to take a quarter less."""
+    guard = VerificationGuard()
+    assert feed(guard, *[plain(1.0)] * 3, *[reusing(seconds, redrawn)] * 3)[-1] is paused
+
+
+@pytest.mark.parametrize(("seconds", "paused"), [(0.7, False), (0.8, True)])
+def test_without_rewards_what_is_generated_is_what_is_new(seconds, paused):
+    unknown = reusing(seconds)
+    unknown.reward_changes = 0
+    assert feed(VerificationGuard(repeated=0.0), *[plain(1.0)] * 3, *[unknown] * 3)[-1] is paused
+
+
+def test_reuse_without_anything_new_never_pays():
+    nothing = reusing(0.001)
+    nothing.reward_changes, nothing.reused_tokens, nothing.generated_tokens = 0, 100, 0
+    assert feed(VerificationGuard(samples=1, repeated=0.0), plain(1.0), nothing)[-1]
 
 
 def test_one_slow_batch_decides_nothing():
@@ -46,23 +73,30 @@ def test_one_slow_batch_decides_nothing():
     assert not any(feed(guard, *[plain(1.0)] * 4, *[reusing(0.5), reusing(90.0), reusing(0.5)] * 5))
 
 
-def test_first_batch_is_no_reference_where_there_is_another():
+def test_the_first_batch_is_no_reference():
     """It also pays for compilation: with its 10 s for a reference, reuse at 3 s would seem to pay."""
     guard = VerificationGuard()
-    feed(guard, plain(10.0), plain(1.0))
-    assert guard.plain_cost == pytest.approx(0.01)
+    feed(guard, first(plain(10.0)), *[plain(1.0)] * 3)
+    assert guard.plain_cost == pytest.approx(0.005)
     assert feed(guard, *[reusing(3.0)] * 3)[-1]
-    alone = VerificationGuard()
-    assert not any(feed(alone, plain(10.0), *[reusing(3.0)] * 9))
-    assert alone.plain_cost == pytest.approx(0.1)
 
 
-def test_a_run_that_begins_with_drafts_judges_only_once_it_has_a_plain_batch():
-    """A resumed run: its first batch already reuses, and is no measure of a plain one."""
-    guard = VerificationGuard(samples=2)
-    assert not any(feed(guard, *[reusing(2.0)] * 9))
-    assert guard.plain_cost is None
-    assert feed(guard, plain(1.0), reusing(2.0)) == [False, True]
+@pytest.mark.parametrize("begin", [[first(plain(10.0))], [first(reusing(10.0))], []])
+@pytest.mark.parametrize("pays", [True, False])
+def test_where_plain_batches_are_missing_some_are_made(begin, pays):
+    """Prompts that come back at once, or a resumed run, whose first batch reuses already."""
+    guard = VerificationGuard(samples=3, pause=4)
+    before = feed(guard, *begin, *[reusing(0.5 if pays else 2.0)] * 3)
+    assert before == [False] * (len(begin) + 2) + [True]
+    assert feed(guard, *[plain(1.0)] * 3) == [True, True, not pays]
+    assert guard.plain_cost == (pytest.approx(0.005) if pays else guard._first_cost)
+
+
+def test_the_cost_of_the_first_batch_is_known_where_there_is_no_other():
+    alone, reused = VerificationGuard(), VerificationGuard()
+    feed(alone, first(plain(10.0)))
+    feed(reused, first(reusing(10.0)))
+    assert alone.plain_cost == pytest.approx(0.05) and reused.plain_cost is None
 
 
 def test_pause_lasts_its_batches_then_reuse_gets_another_chance():
@@ -74,7 +108,7 @@ def test_pause_lasts_its_batches_then_reuse_gets_another_chance():
 
 def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_success():
     guard = VerificationGuard(samples=1, pause=2, longest_pause=8)
-    feed(guard, plain(1.0), plain(1.0))
+    feed(guard, plain(1.0))
 
     def fail_and_count():
         guard.observe(reusing(2.0))
@@ -91,35 +125,27 @@ def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_success():
 
 def test_plain_cost_is_measured_anew_during_a_pause():
     """Responses grew: what reuse costs now is little beside what sampling costs now."""
-    guard = VerificationGuard(samples=3, pause=1)
+    guard = VerificationGuard(samples=3, pause=3)
     feed(guard, *[plain(1.0)] * 4, *[reusing(2.0)] * 3)
     assert guard.paused
-    feed(guard, plain(5.0))
-    assert guard.plain_cost == pytest.approx(0.05)
+    feed(guard, *[plain(5.0)] * 3)
+    assert guard.plain_cost == pytest.approx(0.025)
     assert feed(guard, *[reusing(2.0)] * 3) == [False] * 3
-
-
-def test_what_the_trainer_is_spared_counts_for_reuse():
-    guard = VerificationGuard(samples=1)
-    feed(guard, plain(1.0), plain(1.0))
-    spared = reusing(1.3)
-    spared.spared_s = 0.5
-    assert feed(guard, spared) == [False]
 
 
 def test_guard_that_may_not_pause_only_measures():
     guard = VerificationGuard(samples=1, may_pause=False)
-    assert not any(feed(guard, plain(1.0), plain(1.0), *[reusing(9.0)] * 9))
-    assert guard.plain_cost == pytest.approx(0.01)
+    assert not any(feed(guard, plain(1.0), *[reusing(9.0)] * 9))
+    assert guard.plain_cost == pytest.approx(0.005)
 
 
 def test_empty_batch_measures_nothing():
     guard = VerificationGuard()
-    guard.observe(RolloutCounts())
+    guard.observe(RolloutCounts(step_s=1.0))
     assert guard.plain_cost is None
 
 
 def test_pause_is_announced_with_both_costs(caplog):
-    feed(VerificationGuard(samples=1, pause=7), plain(1.0), plain(1.0), reusing(2.0))
-    assert "20.00 ms with reuse and 10.00 ms without" in caplog.text
-    assert "save 10%" in caplog.text and "7 batches" in caplog.text
+    feed(VerificationGuard(samples=1, pause=7), plain(1.0), reusing(2.0, redrawn=0.5))
+    assert "20.000 ms a completion token with it and 10.000 ms without" in caplog.text
+    assert "88% of what one without does" in caplog.text and "7 batches" in caplog.text

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 
-from specrl_plugins import RolloutCounts
+from specrl_plugins import Response, RolloutCounts, Trajectory
 from specrl_plugins.metrics import totals
+from specrl_plugins.response import count_rewards
 
 BATCH = RolloutCounts(
     rows=10,
@@ -26,6 +29,10 @@ BATCH = RolloutCounts(
     reuse_rewards=4,
     fresh_reward_sum=1.0,
     fresh_rewards=5,
+    reward_change_sum=0.9,
+    reward_changes=3,
+    reward_spread_sum=4.2,
+    reward_spread_rows=7,
     refreshed_rows=2,
     outlived_rows=1,
     dropped_vocabulary=1,
@@ -48,6 +55,7 @@ BATCH = RolloutCounts(
     spared_s=0.3,
     judge_s=0.5,
     learn_s=0.6,
+    step_s=5.0,
 )
 
 
@@ -65,6 +73,7 @@ def test_ratios_have_the_denominators_that_they_name():
         "log_ratio_mean": -0.1,
         "draft_age_mean": 1.5,
         "reward_gap": 0.75 - 0.2,
+        "new_reward_fraction": (6 + 4 * 0.3 / 0.6) / 10,
         "refresh_rate": 0.2,
         "outlived_rate": 0.1,
         "paused_rate": 0.2,
@@ -116,8 +125,58 @@ def test_ratio_without_denominator_is_left_out():
     for name in ("draft_accept_rate", "prefix_length_mean", "log_ratio_mean", "draft_age_mean", "reward_gap"):
         assert f"spec/{name}" not in metrics
     assert metrics["spec/reused_token_fraction"] == 0 and metrics["spec/fresh_row_rate"] == 1
+    assert metrics["spec/new_reward_fraction"] == 1  # nothing is reused
+    assert "spec/new_reward_fraction" not in replace(BATCH, reward_changes=0).metrics()  # rewards are not known
     assert "spec/draft_hit_rate" not in RolloutCounts().metrics()
 
 
 def test_seconds_are_net_of_what_the_trainer_was_spared():
     assert BATCH.seconds == pytest.approx(0.1 + 0.4 + 2.0 + 0.2 + 0.5 + 0.6 - 0.3)
+
+
+def test_a_row_with_reuse_is_as_new_as_its_reward():
+    alike = replace(BATCH, reward_spread_sum=0.0)  # all responses to a prompt earn the same
+    assert alike.reward_redrawn is None and alike.new_reward_fraction is None
+    assert replace(BATCH, reward_change_sum=99.0).new_reward_fraction == 1
+    assert replace(BATCH, reward_change_sum=0.0).new_reward_fraction == pytest.approx(0.6)
+    assert RolloutCounts().new_reward_fraction is None
+
+
+def test_how_much_of_rewards_is_drawn_anew_is_measured():
+    """Where a share of the rows keeps the reward of its draft and the others draw from the same distribution, by
+    prompts that differ more than responses do; the estimate is within 0.05 (its standard error is 0.015)."""
+    rng = np.random.default_rng(0)
+    for share in (0.0, 0.3, 1.0):
+        counts = RolloutCounts()
+        for prompt in range(400):
+            chance, key = rng.random(), prompt.to_bytes(16, "big")
+            old = rng.random(8) < chance
+            drawn = rng.random(8) < share
+            new = np.where(drawn, rng.random(8) < chance, old)
+            responses = [Response([1], key, slot, draft=trajectory(key, slot, reward=r)) for slot, r in enumerate(old)]
+            for response in responses:
+                response.prefix = 1
+            count_rewards(responses, new.tolist(), counts)
+        assert counts.reward_changes == counts.reuse_rewards == 3200
+        assert counts.reward_redrawn == pytest.approx(share, abs=0.05)
+
+
+def test_rewards_that_are_not_known_count_for_nothing():
+    counts = RolloutCounts()
+    key = bytes(16)
+    rows = [
+        Response([1], key, slot, draft=trajectory(key, slot, reward)) for slot, reward in enumerate([None, 1.0, 1.0])
+    ]
+    for row in rows:
+        row.prefix = 1
+    count_rewards(rows, [1.0, math.nan, 0.0], counts)
+    assert (counts.reuse_rewards, counts.reward_changes, counts.reward_change_sum) == (2, 1, 0.5)
+    assert (counts.reward_spread_rows, counts.reward_spread_sum) == (1, 0.5)
+
+
+def trajectory(prompt, slot, reward):
+    one = np.zeros(1)
+    return Trajectory(
+        prompt, slot, one.astype(np.int32), one.astype(np.float32), one.astype(np.uint16), "stop", 1, 1,
+        reward=None if reward is None else float(reward),
+    )  # fmt: skip

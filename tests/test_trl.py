@@ -247,31 +247,60 @@ def test_rloo_reuses_and_stores_what_its_own_pass_computed(tiny_model, tmp_path,
     trainer.train()
     assert trainer.checked_rows == 9 * 8
     total = trainer.spec_rollout.total
-    assert total.reused_tokens > 0
-    # Rows that were reused whole were not computed a second time.
-    assert total.full_reuse_rows > 0 and total.spared_s > 0
-    assert trainer.computed_rows == total.verified_rows + total.rows - total.full_reuse_rows
+    assert total.reused_tokens > 0 and total.full_reuse_rows > 0
+    # The loss is told the log-probs of before the update: those of TRL's own pass, which has all rows.
+    assert total.spared_s == 0 and trainer.computed_rows == total.verified_rows + total.rows
 
 
+@pytest.mark.parametrize("rule", ["full", "speculative"])
 @pytest.mark.parametrize(
-    ("changes", "passes_a_rollout"),
-    [(dict(beta=0.0), 1), (truncation.SETTINGS[-1] | dict(beta=0.0), 1), (dict(beta=0.1), 2)],
-    ids=["policy", "cut", "reference"],
+    ("ours", "plain", "config", "changes"),
+    [
+        (SpecRLOOTrainer, trl.RLOOTrainer, SpecRLOOConfig, dict()),
+        (SpecGRPOTrainer, trl.GRPOTrainer, SpecGRPOConfig, dict(steps_per_generation=4, gradient_accumulation_steps=2)),
+        (SpecGRPOTrainer, trl.GRPOTrainer, SpecGRPOConfig, dict(num_iterations=2)),
+    ],
+    ids=["rloo", "unaligned", "iterations"],
 )
-def test_passes_for_logprobs_compute_no_padding_of_the_longest_row(tiny_model, tmp_path, changes, passes_a_rollout):
+def test_ratios_begin_at_exactly_one_in_half_precision(tiny_model, tmp_path, ours, plain, config, changes, rule):
+    """In bf16 a forward of another width rounds otherwise. At a learning rate of 0 all ratios are those of the first
+    update."""
+    differences = []
+
+    class Watched(plain):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            self.computed = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return self.computed
+
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            mask, new = inputs["completion_mask"], self.computed[0].detach()
+            old = inputs["old_logps"] if "old_logps" in inputs else inputs["old_per_token_logps"]
+            differences.append((old - (new * mask).sum(1) if old.dim() == 1 else (old - new) * mask).abs().max().item())
+            return loss
+
+    common = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=64)
+    changes = common | dict(learning_rate=0.0, bf16=True, spec_rule=rule, num_train_epochs=2) | changes
+    trainer = build(tiny_model, settings(tmp_path, config, **changes), trainer=type("W", (ours, Watched), {}))
+    trainer.train()
+    assert trainer.spec_rollout.total.reused_tokens > 0
+    assert differences and not any(differences)
+
+
+def test_the_pass_for_the_reference_computes_no_padding_of_the_longest_row(tiny_model, tmp_path):
     masks = []
 
-    class Watched(trl.RLOOTrainer):
+    class Watched(trl.GRPOTrainer):
         def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
             if not torch.is_grad_enabled():
                 masks.append(attention_mask)
             return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
 
-    changes = changes | dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=64)
-    args = settings(tmp_path, SpecRLOOConfig, num_train_epochs=1, **changes)
-    trainer = build(tiny_model, args, trainer=type("WatchedTrainer", (CheckedRLOOTrainer, Watched), {}))
+    changes = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=64, beta=0.1)
+    args = settings(tmp_path, num_train_epochs=1, **changes)
+    trainer = build(tiny_model, args, trainer=type("WatchedTrainer", (CheckedGRPOTrainer, Watched), {}))
     trainer.train()
-    assert trainer.checked_rows == 3 * 8 and sum(map(len, masks)) == passes_a_rollout * 3 * 8
+    assert trainer.checked_rows == 3 * 8 and sum(map(len, masks)) == 3 * 8
     assert all(len(mask) == 2 and mask.any(0).all() for mask in masks)
     # Short and long rows apart: it is this that makes narrow batches.
     widest = [8 * max(mask.size(1) for mask in masks[i : i + 4]) for i in range(0, len(masks), 4)]
@@ -343,16 +372,17 @@ def test_a_base_of_four_bits_with_an_adapter(tiny_model, tmp_path, changes):
 def test_the_guard_pauses_reuse_that_costs_more_than_it_saves(tiny_model, tmp_path, caplog):
     class SlowToVerify(CheckedGRPOTrainer):
         def spec_score(self, prompts, continuations):
-            time.sleep(0.5)  # a whole rollout takes a tenth of that
+            time.sleep(1.5)  # a whole step takes a fifth of that
             return super().spec_score(prompts, continuations)
 
     with caplog.at_level(logging.WARNING):
         trainer = build(tiny_model, settings(tmp_path, num_train_epochs=5, spec_guard=True), trainer=SlowToVerify)
         trainer.train()
-    # The first epoch has nothing to verify; three batches with drafts are measured, four pause, then it is tried again.
-    assert history(trainer, "spec/paused_rate") == [0] * 6 + [1] * 4 + [0] * 3 + [1] * 2
+    # The first epoch has nothing to verify, and two batches that can be measured; three with drafts follow, a third
+    # without, four that pause, and it is tried again.
+    assert history(trainer, "spec/paused_rate") == [0] * 6 + [1] * 5 + [0] * 3 + [1]
     reused = [fraction > 0 for fraction in history(trainer, "spec/reused_token_fraction")]
-    assert reused == [False] * 3 + [True] * 3 + [False] * 4 + [True] * 3 + [False] * 2
+    assert reused == [False] * 3 + [True] * 3 + [False] * 5 + [True] * 3 + [False]
     said = [record.getMessage() for record in caplog.records if "does not pay" in record.getMessage()]
     assert ["pauses for 4 batches" in message for message in said] == [True, False]
     assert "pauses for 8 batches" in said[1] and "no prompt has come back" not in caplog.text

@@ -27,8 +27,8 @@ PROMPTS = [f"{a}+{b}=?" for a in range(3) for b in range(2)]
 
 METRICS = {
     "reused_token_fraction", "draft_hit_rate", "draft_accept_rate", "full_reuse_rate", "prefix_length_mean",
-    "generated_tokens", "reused_tokens", "log_ratio_mean", "draft_age_mean", "reward_gap", "time/lookup_s",
-    "time/verify_s", "time/generate_s", "time/store_s", "cache_rows", "cache_mib",
+    "generated_tokens", "reused_tokens", "log_ratio_mean", "draft_age_mean", "reward_gap", "new_reward_fraction",
+    "time/lookup_s", "time/verify_s", "time/generate_s", "time/store_s", "cache_rows", "cache_mib",
 }  # fmt: skip
 
 

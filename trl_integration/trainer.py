@@ -364,6 +364,8 @@ class SpecRolloutMixin:
             )
 
         def computed(mask: torch.Tensor, rows: list[int]) -> torch.Tensor:
+            if self._loss_takes_old_logprobs:
+                return forward(input_ids, mask, logits_to_keep)[0]
             size, trim = self.args.per_device_train_batch_size, not depends_on_width(self.model.config)
             return logprobs_by_length(forward, input_ids, mask, logits_to_keep, rows, size, trim)
 
@@ -383,7 +385,8 @@ class SpecRolloutMixin:
         lengths = attention_mask[:, -logits_to_keep:].sum(1).maximum(torch.tensor(turns, device=device))
         ends = [length == turn for length, turn in zip(lengths.tolist(), turns, strict=True)]
         wanted = (torch.arange(logits_to_keep, device=device) < lengths[:, None]).to(attention_mask.dtype)
-        whole = [response.reused_whole and end for response, end in zip(responses, ends, strict=True)]
+        spare = not self._loss_takes_old_logprobs
+        whole = [spare and response.reused_whole and end for response, end in zip(responses, ends, strict=True)]
         known = [row for row in range(len(responses)) if whole[row]]
         rows = [row for row in range(len(responses)) if not whole[row]]
         # A sharded model needs all ranks for a forward: each computes as many rows as the one with most to compute.
@@ -393,8 +396,21 @@ class SpecRolloutMixin:
         for row in known:
             logprobs[row, : turns[row]] = torch.from_numpy(responses[row].logprobs).to(device)
         self._count_spared(self._rollout, known[len(again) :])
-        self._scored = [line[:turn] for line, turn in zip(logprobs.cpu().numpy(), turns, strict=True)]
+        self._scored = [line[:turn] for line, turn in zip(logprobs.float().cpu().numpy(), turns, strict=True)]
         return logprobs * attention_mask[:, -logits_to_keep:], None, None
+
+    @property
+    def _loss_takes_old_logprobs(self) -> bool:
+        """Whether TRL's loss sets its log-probs against those of before the update: RLOO's does, GRPO's where a rollout
+        serves several updates.
+
+        Then they are of TRL's own pass: from batches of another width, or from verification, they differ by the
+        rounding of bf16, and ratios would not begin at 1.
+        """
+        if isinstance(self, RLOOTrainer):
+            return True
+        rollout_steps = self.args.steps_per_generation * self.num_iterations
+        return self.args.gradient_accumulation_steps % rollout_steps != 0
 
     def _is_policy(self, model: Any) -> bool:
         """Whether it is the policy: TRL has a PEFT model be its own reference, by switching its adapter."""
@@ -433,6 +449,8 @@ class SpecRolloutMixin:
             if scored is None and self.use_vllm and stored_by_trainer:
                 scored = self._score_generated(rollout)
             _count_masked(rollout, output)
+            if not self._loss_takes_old_logprobs:  # vLLM's samples were corrected by them, and TRL's loss has its own
+                output.pop("old_per_token_logps", None)
             self.spec_rollout.store(rollout, scored, rewards)
         return output
 
