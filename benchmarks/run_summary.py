@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import core
+import numpy as np
 
 from specrl_plugins.report import RUN_LOG, align
 
@@ -49,6 +50,7 @@ DRIFT = {
     "engine_logp_difference": "sampling/sampling_logp_difference/mean",
     "entropy": "entropy",
     "grad_norm": "grad_norm",
+    "clip_ratio": "clip_ratio/region_mean",
     "no_advantage_groups": "frac_reward_zero_std",
     "pruned_fraction": "prune/pruned_fraction",
     "head_auc": "prune/head_auc",
@@ -82,7 +84,11 @@ def write_summary(output: Path, command: str, commit: str | None = None) -> None
     `at_seconds`, the same of the last two steps when the quickest of all finished runs was through; `learned`, steps,
     seconds and generated tokens until the curve reaches 80% and 90% of plain's final value, each seed's own (`null`
     where it does not). `against_plain` are ratios above 1 where the setting is better: of these, where all seeds got
-    there in both, and of the seconds of a rollout and of a step and the tokens generated, each step.
+    there in both, and of the seconds of a rollout and of a step and the tokens generated, each step. `taught`, after a
+    quarter, half, three quarters and all of the steps: how many steps plain took until it had as much reward (both
+    means over the finished seeds and three steps, between steps by a straight line; `null` where it never had), in
+    parts of the steps made (`steps`) and of the tokens generated (`tokens`), and beside it the mean of
+    `spec/new_reward_fraction` until then (`new`).
 
     Args:
         output (`Path`): the `--output` of the runs.
@@ -196,6 +202,8 @@ def _curve(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
     seconds = list(accumulate(entry["stage/step_s"] for entry in steps))
     generated = list(accumulate(entry["spec/generated_tokens"] for entry in steps))
     curve = {"reward": [entry["reward"] for entry in steps], "seconds": seconds, "generated": generated}
+    if all("spec/new_reward_fraction" in entry for entry in steps):
+        curve["new"] = [entry["spec/new_reward_fraction"] for entry in steps]
     if "policy/expected_reward" in steps[0]:
         curve["policy"] = [entry["policy/expected_reward"] for entry in steps]
     return curve
@@ -234,12 +242,42 @@ def _compare(setting: dict[str, Any], plain: dict[str, Any]) -> None:
         if name in setting["step"] and name in plain["step"]:
             ratios[name] = plain["step"][name] / setting["step"][name]
     setting["against_plain"] = ratios
+    setting["taught"] = _taught(setting, plain)
+
+
+def _taught(setting: dict[str, Any], plain: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """See [`write_summary`]."""
+    measured = setting["measured"]
+    reached = list(accumulate(_smooth(_mean_curve(plain, measured)), max))
+    rewards, generated = _smooth(_mean_curve(setting, measured)), _mean_curve(setting, "generated")
+    plain_tokens = _mean_curve(plain, "generated")
+    taught = {}
+    for made in sorted({max(1, len(rewards) * quarter // 4) for quarter in (1, 2, 3, 4)}):
+        beyond = rewards[made - 1] > reached[-1]
+        after = None if beyond else float(np.interp(rewards[made - 1], reached, range(1, len(reached) + 1)))
+        taught[str(made)] = {
+            "steps": after and after / made,
+            "tokens": after and after * plain_tokens[-1] / len(plain_tokens) / generated[made - 1],
+        }
+        if "new" in next(iter(setting["curves"].values())):
+            taught[str(made)]["new"] = statistics.mean(_mean_curve(setting, "new")[:made])
+    return taught
+
+
+def _mean_curve(setting: dict[str, Any], kind: str) -> list[float]:
+    """Mean over finished seeds, as long as the shortest of them; over all where none is finished."""
+    seeds = [setting["curves"][seed][kind] for seed in setting["finished"] or setting["curves"]]
+    return [statistics.mean(values) for values in zip(*seeds, strict=False)]
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """Means of three steps."""
+    return [statistics.mean(values[max(0, i - 1) : i + 2]) for i in range(len(values))]
 
 
 def _when(curve: dict[str, list[float]] | None, measured: str, goal: float) -> dict[str, float] | None:
     """What it took until a curve, averaged over three steps, reached the goal; `None` where it does not."""
-    values = curve[measured] if curve else []
-    smooth = [statistics.mean(values[max(0, i - 1) : i + 2]) for i in range(len(values))]
+    smooth = _smooth(curve[measured] if curve else [])
     step = next((i for i, value in enumerate(smooth) if value >= goal), None)
     if curve is None or step is None:
         return None

@@ -3,7 +3,8 @@
     python benchmarks/summarise.py           # writes benchmarks/results/summary.json, and pruning.json beside it
     python benchmarks/summarise.py --docs    # and the tables and charts of docs/results.md
 
-Runs of `train_side_by_side.py` are looked for in `results/train-h200`, those with pruning in `results/pruning-h200`.
+Runs of `train_side_by_side.py` are looked for in `results/train-h200`, those with the guard in `results/guard-h200`,
+with more lenience in `results/lenience-h200`, with pruning in `results/pruning-h200`.
 
 Each figure has a list of places where it may be found; the first one that exists is taken, and said. A figure that
 nothing has measured is left out. In `docs/results.md` only what is between `<!-- table: NAME -->` and `<!-- end -->` is
@@ -23,7 +24,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 REPLAYED = "spec-rl-512-rows-0.67-reused-900-tokens"  # the setting that the figures of the replay are of
 MOST_REPLAYED = "spec-rl-2048-rows-0.67-reused-900-tokens"
-TRAINED, PRUNED = "train-h200", "pruning-h200"  # the folders of `train_side_by_side.py`
+# The folders of `train_side_by_side.py`, by the names of their tables in `docs/results.md` and of their charts there.
+TRAININGS = {"training": "train-h200", "guard": "guard-h200", "lenience": "lenience-h200", "pruning": "pruning-h200"}
+TRAINED, PRUNED = TRAININGS["training"], TRAININGS["pruning"]
 REPLAY_COMMAND = "python benchmarks/replay_rollouts.py --output benchmarks/results/replay-h200"
 
 Path_ = tuple[str | int, ...]
@@ -145,6 +148,21 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
             _training(("reuse", "against_plain", "step_s")),
             _trl(("plain", "warm", "step_s"), ("reuse", "warm", "step_s")),
         ],
+    ),
+    "step_speedup_guard": (
+        "the same with the guard, and with the passes for log-probs of today",
+        ">= 1.5",
+        [_training(("guard", "against_plain", "step_s"), directory=TRAININGS["guard"])],
+    ),
+    "final_reward_guard": (
+        "expected reward after the last of 8 steps, with the guard / plain",
+        "within plain's spread",
+        [_training(("guard", "final", "mean"), ("plain", "final", "mean"), TRAININGS["guard"])],
+    ),
+    "old_logprobs_speedup": (
+        "TRL's pass for the old log-probs at SPEC-RL's lengths: all rows as wide as the longest / by length",
+        None,
+        [Place("old-logprobs-h200", ("ratio",))],
     ),
     "time_to_reward": (
         "seconds of training until 90% of plain's final reward, plain / reuse",
@@ -321,8 +339,7 @@ def tables(results: Path = RESULTS) -> dict[str, str]:
         "figures": _figures(summarise(results)),
         "stages": _stages(stages(results)),
         "replay": _replayed(results),
-        "training": _trained(results, TRAINED, "training.png"),
-        "pruning": _trained(results, PRUNED, "pruning.png"),
+        **{name: _trained(results, directory, f"{name}.png") for name, directory in TRAININGS.items()},
     }
 
 
@@ -396,7 +413,8 @@ def _trained(results: Path, directory: str, chart: str) -> str:
     lines = [[*head, f"reward after {at:.0f} s", "at the end", "seconds to 90%"]]
     for name, setting in summary["settings"].items():
         step = setting["step"]
-        took = [f"{seconds:.0f}" if seconds else "-" for seconds in setting["learned"]["0.9"]["seconds"]]
+        learned = setting.get("learned", {}).get("0.9", {"seconds": []})  # of what plain learned, where it ran
+        took = [f"{seconds:.0f}" if seconds else "-" for seconds in learned["seconds"]]
         lines.append(
             [
                 f"`{name}`",
@@ -458,7 +476,7 @@ def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
     axes.invert_yaxis()
     figure.legend(frameon=False, loc="outside upper center", ncols=3)
     figure.savefig(docs / "results.png", dpi=110)
-    for directory, chart in ((TRAINED, "training.png"), (PRUNED, "pruning.png")):
+    for chart, directory in TRAININGS.items():
         if not (path := results / directory / "summary.json").exists():
             continue
         curves = {name: setting["curves"] for name, setting in json.loads(path.read_text())["settings"].items()}
@@ -474,7 +492,7 @@ def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
         panels[1].set_xlabel("optimizer steps")
         panels[0].set_ylabel("expected reward")
         panels[0].legend(frameon=False, fontsize="small")
-        figure.savefig(docs / chart, dpi=110)
+        figure.savefig(docs / f"{chart}.png", dpi=110)
     path = results / "replay-h200" / "summary.json"
     if not path.exists():
         return

@@ -35,8 +35,8 @@ class SpecSettings:
         cache_max_mib (`float`, *optional*, defaults to `4096`):
             Size of the cache in MiB above which the least recently used trajectories are forgotten.
         guard (`bool`, *optional*, defaults to `True`):
-            Whether to pause reuse for some batches where it is measured to save less than a tenth of what a rollout
-            takes.
+            Whether to pause reuse for some batches where a step with it is measured to take longer than what it
+            teaches is worth.
         prune (`bool`, *optional*, defaults to `False`):
             Whether to prune rollouts online: `--rollout.n_samples_per_prompt` responses to a prompt are trained on,
             more are started, and those that look like teaching least are given up on the way. Works with reuse and
@@ -110,9 +110,9 @@ class SpecSettings:
     guard: bool = field(
         default=True,
         metadata={
-            "help": "Whether to pause reuse for some batches where it is measured to save less than a tenth of what a "
-            "rollout takes ('true' or 'false'). The pauses depend on timing: switch it off for runs that must repeat "
-            "exactly.",
+            "help": "Whether to pause reuse for some batches where a step with it is measured to take longer than what "
+            "it teaches is worth ('true' or 'false'). The pauses depend on timing: switch it off for runs that must "
+            "repeat exactly.",
             "type": lambda text: _boolean(text),
         },
     )

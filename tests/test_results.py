@@ -142,6 +142,19 @@ def test_training_runs_are_summed_up(tmp_path):
         assert "| 0.275 | 0.425 | 48 |" in row
 
 
+def test_what_a_step_teaches_is_measured_in_steps_of_plain(tmp_path):
+    half = {"spec/generated_tokens": 500, "spec/new_reward_fraction": 0.7}
+    trained(tmp_path, {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.04, half), "faster": (4.0, 0.06, {})}, steps=20)
+    settings = json.loads((tmp_path / "summary.json").read_text())["settings"]
+    taught = settings["reuse"]["taught"]
+    assert list(taught) == ["5", "10", "15", "20"]
+    for after in taught.values():  # at the end three steps are but two
+        assert after["steps"] == pytest.approx(0.8, abs=0.03) and after["tokens"] == pytest.approx(1.6, abs=0.06)
+        assert after["new"] == 0.7
+    assert settings["faster"]["taught"]["20"]["steps"] is None and "new" not in settings["faster"]["taught"]["20"]
+    assert settings["plain"]["taught"]["10"] == {"steps": 1.0, "tokens": 1.0}
+
+
 def test_a_rollout_that_is_trained_on_twice_is_generated_once(tmp_path):
     """With `num_iterations=2` TRL logs neither reward nor tokens at every other step."""
     trained(tmp_path, {"plain": (6.0, 0.05, {}), "plain+twice": (5.0, 0.05, {})})

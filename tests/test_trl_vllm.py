@@ -20,6 +20,7 @@ from conftest import build_tiny_model
 from trl_runs import (
     METRICS,
     SHIFT,
+    AsMade,
     CheckedGRPOTrainer,
     CheckedRLOOTrainer,
     RecordedReward,
@@ -193,7 +194,7 @@ def test_lora_whose_adapters_are_merged_for_the_engine(tiny_model, tmp_path, cha
     assert trainer.checked_rows == 9 * 8
 
 
-class CorrectedTrainer(SpecGRPOTrainer):
+class CorrectedTrainer(SpecGRPOTrainer, AsMade):
     """Notes, of each rollout, what TRL's importance-sampling correction was told and what it made of that."""
 
     def _generate_single_turn(self, *args, **kwargs):
@@ -203,7 +204,9 @@ class CorrectedTrainer(SpecGRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        self.corrections = [*getattr(self, "corrections", []), (self.drafts, output)]
+        # The loss goes by its own log-probs, so that the ratio of its clipping is exactly 1.
+        assert self.as_made.keys() - output.keys() == {"old_per_token_logps"}
+        self.corrections = [*getattr(self, "corrections", []), (self.drafts, self.as_made)]
         return output
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import torch
-from trl_runs import plain_model, settings
+from trl_runs import AsMade, plain_model, settings
 
 from specrl_plugins import prompt_key
 from trl_integration import SpecGRPOTrainer
@@ -33,7 +33,7 @@ def reward_told_at_detection(completion_ids, **kwargs):
     return [float(ids[:LENGTH][-1] % 2 == 0) for ids in completion_ids]
 
 
-class CheckedPruning(SpecGRPOTrainer):
+class CheckedPruning(SpecGRPOTrainer, AsMade):
     """Recomputes every rollout with a plain forward: hidden states, log-probs and what was stored, and the old
     log-probs of the loss. Tolerance: 1e-4 nats, and 1e-3 of a hidden state's largest entry (fp32; batches are padded
     differently)."""
@@ -77,7 +77,7 @@ class CheckedPruning(SpecGRPOTrainer):
                 at = len(response.prompt) + min(LENGTH, len(response.tokens)) - 1
                 state = seen.hidden_states[-1][0, at].numpy()
                 np.testing.assert_allclose(judged, state, atol=1e-3 * np.abs(state).max())
-        for row, found in enumerate(output.get("old_per_token_logps", ())):
+        for row, found in enumerate(self.as_made.get("old_per_token_logps", ())):
             prompt, completion = (
                 output[f"{part}_ids"][row][output[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")
             )

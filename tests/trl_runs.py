@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+import trl
 import truncation
 from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset
@@ -148,7 +149,8 @@ class Checked:
         if not hasattr(self, "differences"):
             self.differences: dict[str, float] = {}
         # On the CPU, where it is compared.
-        output = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in on_device.items()}
+        made = getattr(self, "as_made", {}) | on_device
+        output = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in made.items()}
         model = plain_model(self)
         # What was quantised is not what was saved.
         has_reference = "ref_per_token_logps" in output and not getattr(model, "is_quantized", False)
@@ -207,7 +209,16 @@ class Checked:
         self.differences[name] = max(self.differences.get(name, 0.0), np.abs(found - expected).max(initial=0.0).item())
 
 
-class CheckedGRPOTrainer(Checked, SpecGRPOTrainer):
+class AsMade(trl.GRPOTrainer):
+    """Below ours: keeps in `as_made` what TRL makes of a rollout, with the old log-probs that the loss is spared."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        self.as_made = dict(output)
+        return output
+
+
+class CheckedGRPOTrainer(Checked, SpecGRPOTrainer, AsMade):
     pass
 
 

@@ -42,8 +42,8 @@ class SpecRolloutArguments:
         spec_cache_max_mib (`float`, *optional*, defaults to `4096`):
             Size of the cache in MiB above which the least recently used trajectories are forgotten.
         spec_guard (`bool`, *optional*, defaults to `True`):
-            Whether to pause reuse for some batches where it is measured to save less than a tenth of what a rollout
-            takes. The pauses depend on timing: switch it off for runs that must repeat exactly.
+            Whether to pause reuse for some batches where a step with it is measured to take longer than what it
+            teaches is worth. The pauses depend on timing: switch it off for runs that must repeat exactly.
         spec_prune (`bool`, *optional*, defaults to `False`):
             Whether to prune rollouts online: `num_generations` completions of a prompt are trained on, more are
             started, and those that look like teaching least are given up on the way. Works with reuse and without.
@@ -116,8 +116,8 @@ class SpecRolloutArguments:
     spec_guard: bool = field(
         default=True,
         metadata={
-            "help": "Whether to pause reuse for some batches where it is measured to save less than a tenth of what a "
-            "rollout takes. The pauses depend on timing: switch it off for runs that must repeat exactly."
+            "help": "Whether to pause reuse for some batches where a step with it is measured to take longer than what "
+            "it teaches is worth. The pauses depend on timing: switch it off for runs that must repeat exactly."
         },
     )
     spec_prune: bool = field(
