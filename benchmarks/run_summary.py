@@ -198,12 +198,12 @@ def _setting(directory: Path, seeds: dict[str, list[dict[str, Any]]]) -> dict[st
     }
 
 
-def _curve(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
+def _curve(steps: list[dict[str, Any]]) -> dict[str, list[Any]]:
     seconds = list(accumulate(entry["stage/step_s"] for entry in steps))
     generated = list(accumulate(entry["spec/generated_tokens"] for entry in steps))
     curve = {"reward": [entry["reward"] for entry in steps], "seconds": seconds, "generated": generated}
-    if all("spec/new_reward_fraction" in entry for entry in steps):
-        curve["new"] = [entry["spec/new_reward_fraction"] for entry in steps]
+    if any("spec/new_reward_fraction" in entry for entry in steps):
+        curve["new"] = [entry.get("spec/new_reward_fraction") for entry in steps]  # unknown where all earn the same
     if "policy/expected_reward" in steps[0]:
         curve["policy"] = [entry["policy/expected_reward"] for entry in steps]
     return curve
@@ -259,15 +259,20 @@ def _taught(setting: dict[str, Any], plain: dict[str, Any]) -> dict[str, dict[st
             "steps": after and after / made,
             "tokens": after and after * plain_tokens[-1] / len(plain_tokens) / generated[made - 1],
         }
-        if "new" in next(iter(setting["curves"].values())):
-            taught[str(made)]["new"] = statistics.mean(_mean_curve(setting, "new")[:made])
+        news = [new for curve in _whole(setting) for new in curve.get("new", [])[:made] if new is not None]
+        if news:
+            taught[str(made)]["new"] = statistics.mean(news)
     return taught
 
 
+def _whole(setting: dict[str, Any]) -> list[dict[str, list[Any]]]:
+    """The curves of the seeds that finished; of all where none did."""
+    return [setting["curves"][seed] for seed in setting["finished"] or setting["curves"]]
+
+
 def _mean_curve(setting: dict[str, Any], kind: str) -> list[float]:
-    """Mean over finished seeds, as long as the shortest of them; over all where none is finished."""
-    seeds = [setting["curves"][seed][kind] for seed in setting["finished"] or setting["curves"]]
-    return [statistics.mean(values) for values in zip(*seeds, strict=False)]
+    """Mean over seeds, as long as the shortest of them."""
+    return [statistics.mean(values) for values in zip(*(curve[kind] for curve in _whole(setting)), strict=False)]
 
 
 def _smooth(values: list[float]) -> list[float]:
