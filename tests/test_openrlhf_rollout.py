@@ -129,7 +129,7 @@ def check(sample, policy, tokenizer):
 def test_the_second_epoch_reuses(run, policy, rule):
     generator, kwargs = run(rule=rule)
     first, metrics = epoch(generator, kwargs)
-    assert [m["spec/reused_tokens"] for m in metrics] == [0, 0]
+    assert [(m["spec/reused_tokens"], m["spec/new_reward_fraction"]) for m in metrics] == [(0, 1), (0, 1)]
     second, metrics = epoch(generator, kwargs)
     assert all(m["spec/reused_token_fraction"] > 0 and m["spec/draft_hit_rate"] == 1 for m in metrics)
     assert all(m["spec/cache_rows"] == len(PROMPTS) * N for m in metrics)
@@ -145,6 +145,7 @@ def test_the_second_epoch_reuses(run, policy, rule):
     assert all(t.step == 2 and t.reward is not None for t in stored.values())
     if rule == "speculative":  # the policy has not moved: all is kept
         assert metrics[0]["spec/full_reuse_rate"] == 1
+        assert [m["spec/new_reward_fraction"] for m in metrics] == pytest.approx([0, 0])
         assert metrics[0]["spec/log_ratio_mean"] == pytest.approx(0, abs=1e-5)
     # Seconds to import, and memory of the head node: it comes with the pruner, which this run has not.
     assert not ray.get(running_cache().__ray_call__.remote(lambda actor: "torch" in sys.modules))

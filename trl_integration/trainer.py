@@ -4,10 +4,12 @@ Four of TRL's private methods are overridden, all of them here, as read in TRL 1
 
 - `_generate_single_turn`: token ids of prompts in, completions out. The rollout; with tools, TRL calls it once more for
   each later turn, and those calls are its own.
-- `_get_per_token_logps_and_entropies`: the trainer's forward. It verifies drafts; and in the pass for the old
-  log-probs, rows that verification has already scored are handed back.
+- `_get_per_token_logps_and_entropies`: the trainer's forward. It verifies drafts; and in the passes for the old
+  log-probs and for the reference rows of similar length share a forward, and rows that verification has already scored
+  are handed back, but for old log-probs that the loss is made of.
 - `_calculate_rewards`: read, to store a reward with its trajectory.
-- `_generate_and_score_completions`: encloses these; a rollout is stored when it returns.
+- `_generate_and_score_completions`: encloses these; a rollout is stored when it returns. Old log-probs that the loss
+  can do without are taken out of what it gives.
 """
 
 from __future__ import annotations
