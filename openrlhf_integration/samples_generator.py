@@ -69,11 +69,12 @@ class SpecSamplesGenerator(SamplesGenerator):
         )
 
     def generate_eval_samples(self, **generate_kwargs: Any) -> list[Experience]:
-        self._training = False
+        self._training, start = False, time.perf_counter()
         try:
             return super().generate_eval_samples(**generate_kwargs)
         finally:
             self._training = True
+            self.ledger.leave_out(time.perf_counter() - start)
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
         samples, pass_rate, consumed, exhausted = super().generate_samples(**generate_kwargs)

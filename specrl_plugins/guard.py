@@ -20,7 +20,8 @@ class VerificationGuard:
 
     While paused, rollouts are plain, which measures their cost anew (responses grow shorter or longer as the policy
     learns); then drafts get another chance. A second failure in a row pauses twice as long. Where there was no
-    opportunity to measure plain batches, since prompts come back at once or the run was resumed, a few are made.
+    opportunity to measure plain batches, since prompts come back at once or the run was resumed, or where they were
+    measured long ago, a few are made.
 
     Args:
         samples (`int`, *optional*, defaults to `3`):
@@ -30,7 +31,7 @@ class VerificationGuard:
         pause (`int`, *optional*, defaults to `4`):
             Batches of the first pause.
         longest_pause (`int`, *optional*, defaults to `64`):
-            Batches of the longest one.
+            Batches of the longest one, and those for which drafts may pay before plain batches are measured anew.
         may_pause (`bool`, *optional*, defaults to `True`):
             Whether to pause at all, or only to measure.
     """
@@ -51,6 +52,7 @@ class VerificationGuard:
         self._first_pause = self._next_pause = pause
         self._longest_pause = longest_pause
         self._paused_for = 0
+        self._paid_for = 0
         self._first_cost: float | None = None
 
     @property
@@ -91,7 +93,12 @@ class VerificationGuard:
         taught = new + self.repeated * (1 - new)
         if reusing <= taught * plain:
             self._next_pause = self._first_pause
+            self._paid_for += 1
+            if self._paid_for >= self._longest_pause:
+                self._paid_for = 0
+                self._plain.clear()
             return
+        self._paid_for = 0
         self._paused_for = self._next_pause
         self._next_pause = min(2 * self._next_pause, self._longest_pause)
         self._reusing.clear()

@@ -63,12 +63,18 @@ class RolloutLedger:
         self.total = RolloutCounts()
         self._since_taken = RolloutCounts()
         self._stored_at: float | None = None
+        self._left_out_s = 0.0
         self._all_reused, self._none_reused, self._none_stored = _Streak(), _Streak(), _Streak()
 
     def lap(self) -> float:
         """Seconds since the last call, which follows the storing of each batch; 0 for the first one."""
         before, self._stored_at = self._stored_at, time.perf_counter()
-        return 0.0 if before is None else self._stored_at - before
+        left_out, self._left_out_s = self._left_out_s, 0.0
+        return 0.0 if before is None else self._stored_at - before - left_out
+
+    def leave_out(self, seconds: float) -> None:
+        """Let these seconds not count, since training stood still (an evaluation, a checkpoint)."""
+        self._left_out_s += seconds
 
     def observe(self, counts: RolloutCounts) -> None:
         """Add up the counts of a batch that is stored; the guard looks at them."""

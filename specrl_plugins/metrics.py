@@ -44,21 +44,19 @@ class RolloutCounts:
     """Sum of rewards of rows without reuse."""
     fresh_rewards: int = 0
     """Rows without reuse whose reward is known."""
-    reward_change_sum: float = 0.0
-    """Half the squared differences between the rewards of rows with reuse and those of their drafts: as large as the
-    variance of rewards where these have nothing to do with each other."""
     reward_changes: int = 0
-    """Rows with reuse whose reward is known, and that of the draft."""
+    """Rows with reuse whose reward is known, that of the draft, and that of another response to the prompt."""
+    reward_change_sum: float = 0.0
+    """Over these, half the squared difference between the reward and that of the draft."""
     reward_spread_sum: float = 0.0
-    """Squared differences of rewards from the mean of their prompt's in the batch."""
-    reward_spread_rows: int = 0
-    """Rows whose reward is known, less one for each prompt."""
+    """Over these, the variance of rewards among the responses to the prompt: as large as the former where a reward has
+    nothing to do with that of the draft."""
     refreshed_rows: int = 0
     """Drafts left aside by the refresh rate."""
     outlived_rows: int = 0
     """Drafts left aside by the carry-over limit."""
     paused_rows: int = 0
-    """Rows for which no draft was looked up, because verifying did not pay."""
+    """Rows for which no draft was looked up, because reuse does not pay or to compare it with plain batches."""
     dropped_vocabulary: int = 0
     """Drafts left aside for a token id outside the model's vocabulary."""
     dropped_length: int = 0
@@ -104,7 +102,8 @@ class RolloutCounts:
     """Seconds of the trainer's own log-prob pass that verification made unnecessary (an estimate, from the tokens that
     pass was spared and the seconds a token that verifying took)."""
     step_s: float = 0.0
-    """Seconds since the batch before was stored: of a whole training step. 0 for the first one of a run."""
+    """Seconds of training since the batch before was stored: of a whole step, without evaluations and checkpoints. 0
+    for the first batch of a run."""
 
     def __add__(self, other: RolloutCounts) -> RolloutCounts:
         return RolloutCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -136,22 +135,16 @@ class RolloutCounts:
         return self.completion_tokens - self.given_up_tokens
 
     @property
-    def reward_redrawn(self) -> float | None:
-        """How much of the spread of rewards is drawn anew where a row reuses: 1 if its reward has no more to do with
-        that of its draft than with that of another response to the prompt, 0 if it is the same. `None` where that is
-        not known: without rewards, or where all responses to a prompt have the same."""
-        if not (self.reward_changes and self.reward_spread_sum):
-            return None
-        change, spread = self.reward_change_sum / self.reward_changes, self.reward_spread_sum / self.reward_spread_rows
-        return min(change / spread, 1.0)
-
-    @property
     def new_reward_fraction(self) -> float | None:
-        """How much of the batch is new: rows without reuse, and of the others as much as their rewards are drawn
-        anew, see [`reward_redrawn`] / rows. `None` where that is not known."""
+        """How much of the batch's rewards is drawn anew: of rows without reuse all, of the others as much as their
+        squared change since the last visit is of what it would be by chance. `None` where that is not known: rewards
+        come later, drafts have none, or all responses to a prompt earn the same."""
         if not self.reuse_rows:
             return 1.0 if self.rows else None
-        return None if self.reward_redrawn is None else 1 - (1 - self.reward_redrawn) * self.reuse_rows / self.rows
+        if not self.reward_spread_sum or 2 * self.reward_changes < self.reuse_rewards:
+            return None
+        redrawn = min(self.reward_change_sum / self.reward_spread_sum, 1.0)
+        return 1 - (1 - redrawn) * self.reuse_rewards / (self.reuse_rewards + self.fresh_rewards)
 
     def metrics(self) -> dict[str, float]:
         """Ratios and totals, by the names that every framework logs. What has no denominator is left out.
@@ -172,7 +165,7 @@ class RolloutCounts:
         | `spec/new_reward_fraction` | rewards drawn anew / rows: what a batch teaches, see [`new_reward_fraction`] |
         | `spec/refresh_rate` | drafts left aside by the refresh rate / rows |
         | `spec/outlived_rate` | drafts left aside by the carry-over limit / rows |
-        | `spec/paused_rate` | rows not looked up because verifying did not pay / rows |
+        | `spec/paused_rate` | rows not looked up: reuse does not pay, or is compared with plain batches / rows |
         | `spec/dropped_drafts` | drafts that could not be used (vocabulary, context length, no log-probs) |
         | `spec/unstored_rows` | responses that were not cached |
         | `spec/corrupt_rows` | rows of the cache that were damaged, and misses; a damaged file counts as one |

@@ -152,13 +152,12 @@ class Response:
         return np.concatenate([reused, self.logprobs[self.prefix :]])
 
     def count_reward(self, reward: float, counts: RolloutCounts) -> None:
-        """Add its reward."""
+        """Add its reward; NaN where it has none."""
+        if math.isnan(reward):
+            return
         if self.prefix:
             counts.reuse_reward_sum += float(reward)
             counts.reuse_rewards += 1
-            if self.draft is not None and self.draft.reward is not None:
-                counts.reward_change_sum += (float(reward) - self.draft.reward) ** 2 / 2
-                counts.reward_changes += 1
         else:
             counts.fresh_reward_sum += float(reward)
             counts.fresh_rewards += 1
@@ -195,19 +194,31 @@ class Response:
         )
 
 
-def count_rewards(responses: Sequence[Response], rewards: Sequence[float], counts: RolloutCounts) -> None:
+def count_rewards(
+    responses: Sequence[Response],
+    rewards: Sequence[float],
+    counts: RolloutCounts,
+    others: Sequence[tuple[bytes, float]] = (),
+) -> None:
     """Add the rewards of a batch, or of all responses to a prompt.
 
     Args:
         responses (`Sequence[Response]` of length `batch`).
         rewards (`Sequence[float]` of length `batch`): NaN for a row that has none.
         counts (`RolloutCounts`): what they are added to.
+        others (`Sequence[tuple[bytes, float]]`, *optional*): key of the prompt and reward of rows that are not counted
+            here, but may be of the same prompts.
     """
     of_prompts = defaultdict(list)
-    for response, reward in zip(responses, rewards, strict=True):
-        if not math.isnan(reward):
-            response.count_reward(reward, counts)
-            of_prompts[response.key].append(float(reward))
-    for known in of_prompts.values():
-        counts.reward_spread_sum += len(known) * float(np.var(known))
-        counts.reward_spread_rows += len(known) - 1
+    own = [(response.key, float(reward)) for response, reward in zip(responses, rewards, strict=True)]
+    for key, reward in [*own, *others]:
+        if math.isfinite(reward):
+            of_prompts[key].append(reward)
+    variances = {key: float(np.var(known, ddof=1)) for key, known in of_prompts.items() if len(known) > 1}
+    for response, (key, reward) in zip(responses, own, strict=True):
+        response.count_reward(reward, counts)
+        before = response.draft.reward if response.prefix and response.draft is not None else None
+        if before is not None and math.isfinite(before) and math.isfinite(reward) and key in variances:
+            counts.reward_changes += 1
+            counts.reward_change_sum += (reward - before) ** 2 / 2
+            counts.reward_spread_sum += variances[key]

@@ -166,7 +166,7 @@ class SpeculativeRollout(RolloutLedger):
         """
         counts = rollout.counts
         if rewards is not None:
-            count_rewards(rollout.responses, rewards, counts)
+            self._count_rewards(rollout.responses, rewards, counts)
             if self.pruning is not None:
                 with timed(counts, "learn_s"):
                     self.pruning.learn(rollout.judged, rollout.responses, rewards)
@@ -285,6 +285,12 @@ class SpeculativeRollout(RolloutLedger):
         )
         for response, continuation in zip(going, continuations, strict=True):
             response.extend(continuation, cap, until, counts)
+
+    def _count_rewards(self, responses: list[Response], rewards: Sequence[float], counts: RolloutCounts) -> None:
+        """The responses to a prompt may be on several ranks."""
+        of_ranks = self.ranks.gather([(r.key, float(reward)) for r, reward in zip(responses, rewards, strict=True)])
+        others = [row for rank, rows in enumerate(of_ranks) if rank != self.ranks.index for row in rows]
+        count_rewards(responses, rewards, counts, others)
 
     @staticmethod
     def _count(rollout: Rollout) -> None:

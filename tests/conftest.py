@@ -30,12 +30,20 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(["trl_kills", "
 CHARACTERS = " 0123456789abcdefghijklmnopqrstuvwxyz+-=?.,:"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items) -> None:
     """Where several workers share the tests, one gets all that start Ray, whose processes are many; a file is never
     split, for what its tests share takes long to make."""
     for item in items:
         group = "ray" if item.get_closest_marker("ray") else item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_finish(session) -> None:
+    """Engines of two workers would want the same port."""
+    grouped = getattr(session.config.option, "loadgroup", False)  # in a worker
+    if grouped and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError("This pytest-xdist does not group tests under this pytest: install other versions.")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ def reusing(seconds: float, redrawn: float = 1.0) -> RolloutCounts:
     """With drafts in half of the rows, whose rewards are drawn anew to such an extent."""
     return RolloutCounts(
         rows=10, completion_tokens=100, generated_tokens=75, reused_tokens=25, verified_rows=5, reuse_rows=5,
-        reward_change_sum=redrawn * 5, reward_changes=5, reward_spread_sum=9.0, reward_spread_rows=9,
+        reuse_rewards=5, fresh_rewards=5, reward_changes=5, reward_change_sum=redrawn * 5, reward_spread_sum=5.0,
         generate_s=seconds / 2, step_s=seconds,
     )  # fmt: skip
 
@@ -131,6 +131,15 @@ def test_plain_cost_is_measured_anew_during_a_pause():
     feed(guard, *[plain(5.0)] * 3)
     assert guard.plain_cost == pytest.approx(0.025)
     assert feed(guard, *[reusing(2.0)] * 3) == [False] * 3
+
+
+def test_plain_batches_are_measured_anew_now_and_then_while_reuse_pays():
+    """Responses grew shorter: what was dear once is cheap now."""
+    guard = VerificationGuard(samples=2, longest_pause=8)
+    feed(guard, plain(4.0), plain(4.0))
+    assert feed(guard, *[reusing(2.0)] * 10) == [False] * 9 + [True]
+    assert feed(guard, plain(1.0), plain(1.0)) == [True, True]  # which is the verdict
+    assert guard.plain_cost is None
 
 
 def test_guard_that_may_not_pause_only_measures():

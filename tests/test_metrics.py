@@ -29,10 +29,9 @@ BATCH = RolloutCounts(
     reuse_rewards=4,
     fresh_reward_sum=1.0,
     fresh_rewards=5,
-    reward_change_sum=0.9,
     reward_changes=3,
-    reward_spread_sum=4.2,
-    reward_spread_rows=7,
+    reward_change_sum=0.9,
+    reward_spread_sum=1.8,
     refreshed_rows=2,
     outlived_rows=1,
     dropped_vocabulary=1,
@@ -73,7 +72,7 @@ def test_ratios_have_the_denominators_that_they_name():
         "log_ratio_mean": -0.1,
         "draft_age_mean": 1.5,
         "reward_gap": 0.75 - 0.2,
-        "new_reward_fraction": (6 + 4 * 0.3 / 0.6) / 10,
+        "new_reward_fraction": 1 - (1 - 0.9 / 1.8) * 4 / 9,
         "refresh_rate": 0.2,
         "outlived_rate": 0.1,
         "paused_rate": 0.2,
@@ -135,43 +134,47 @@ def test_seconds_are_net_of_what_the_trainer_was_spared():
 
 
 def test_a_row_with_reuse_is_as_new_as_its_reward():
-    alike = replace(BATCH, reward_spread_sum=0.0)  # all responses to a prompt earn the same
-    assert alike.reward_redrawn is None and alike.new_reward_fraction is None
+    assert replace(BATCH, reward_spread_sum=0.0).new_reward_fraction is None  # all responses to a prompt earn the same
+    assert replace(BATCH, reward_changes=1).new_reward_fraction is None  # of most rows it is not known
     assert replace(BATCH, reward_change_sum=99.0).new_reward_fraction == 1
-    assert replace(BATCH, reward_change_sum=0.0).new_reward_fraction == pytest.approx(0.6)
+    assert replace(BATCH, reward_change_sum=0.0).new_reward_fraction == pytest.approx(5 / 9)
     assert RolloutCounts().new_reward_fraction is None
 
 
-def test_how_much_of_rewards_is_drawn_anew_is_measured():
-    """Where a share of the rows keeps the reward of its draft and the others draw from the same distribution, by
-    prompts that differ more than responses do; the estimate is within 0.05 (its standard error is 0.015)."""
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("drawn", [0.0, 0.3, 1.0])
+def test_how_much_of_rewards_is_drawn_anew_is_measured(drawn, ranks):
+    """A share of the rows with reuse draws from its prompt's distribution, the others keep the reward of their draft.
+    Half of the prompts reuse, whose rewards are spread otherwise than those of the others; the samples of a prompt may
+    all be on different ranks. The estimate is within 0.04 (its standard error is 0.01)."""
     rng = np.random.default_rng(0)
-    for share in (0.0, 0.3, 1.0):
-        counts = RolloutCounts()
-        for prompt in range(400):
-            chance, key = rng.random(), prompt.to_bytes(16, "big")
-            old = rng.random(8) < chance
-            drawn = rng.random(8) < share
-            new = np.where(drawn, rng.random(8) < chance, old)
-            responses = [Response([1], key, slot, draft=trajectory(key, slot, reward=r)) for slot, r in enumerate(old)]
-            for response in responses:
-                response.prefix = 1
-            count_rewards(responses, new.tolist(), counts)
-        assert counts.reward_changes == counts.reuse_rewards == 3200
-        assert counts.reward_redrawn == pytest.approx(share, abs=0.05)
+    rows = [[] for _ in range(ranks)]
+    for prompt in range(800):
+        reuses, key = prompt % 2 == 0, prompt.to_bytes(16, "big")
+        chance = rng.random() if reuses else 0.01
+        old = (rng.random(8) < chance).astype(float)
+        new = np.where(rng.random(8) < drawn, rng.random(8) < chance, old)
+        for slot in range(8):
+            response = Response([1], key, slot, draft=trajectory(key, slot, old[slot]), prefix=int(reuses))
+            rows[slot % ranks].append((response, float(new[slot])))
+    counts = RolloutCounts(rows=6400, reuse_rows=3200)
+    for rank, own in enumerate(rows):
+        others = [(r.key, reward) for other in range(ranks) if other != rank for r, reward in rows[other]]
+        count_rewards([r for r, _ in own], [reward for _, reward in own], counts, others)
+    assert counts.reward_changes == counts.reuse_rewards == counts.fresh_rewards == 3200
+    assert counts.new_reward_fraction == pytest.approx(0.5 + 0.5 * drawn, abs=0.02)
 
 
 def test_rewards_that_are_not_known_count_for_nothing():
-    counts = RolloutCounts()
-    key = bytes(16)
-    rows = [
-        Response([1], key, slot, draft=trajectory(key, slot, reward)) for slot, reward in enumerate([None, 1.0, 1.0])
-    ]
-    for row in rows:
-        row.prefix = 1
-    count_rewards(rows, [1.0, math.nan, 0.0], counts)
-    assert (counts.reuse_rewards, counts.reward_changes, counts.reward_change_sum) == (2, 1, 0.5)
-    assert (counts.reward_spread_rows, counts.reward_spread_sum) == (1, 0.5)
+    counts, key = RolloutCounts(), bytes(16)
+    before, rewards = [None, 1.0, 1.0, 0.5, math.inf], [1.0, math.nan, 0.0, math.inf, 1.0]
+    rows = [Response([1], key, slot, draft=trajectory(key, slot, old), prefix=1) for slot, old in enumerate(before)]
+    count_rewards([*rows, Response([2], bytes(15) + b"2", 0)], [*rewards, 0.0], counts)
+    assert (counts.reuse_rewards, counts.fresh_rewards, counts.reward_changes) == (4, 1, 1)
+    assert (counts.reward_change_sum, counts.reward_spread_sum) == (0.5, pytest.approx(np.var([1, 0, 1], ddof=1)))
+    alone = RolloutCounts(rows=1, reuse_rows=1)  # with nothing to compare it with
+    count_rewards(rows[2:3], [0.0], alone)
+    assert alone.reward_changes == 0 and alone.new_reward_fraction is None
 
 
 def trajectory(prompt, slot, reward):

@@ -287,26 +287,6 @@ def test_ratios_begin_at_exactly_one_in_half_precision(tiny_model, tmp_path, our
     assert differences and not any(differences)
 
 
-def test_the_pass_for_the_reference_computes_no_padding_of_the_longest_row(tiny_model, tmp_path):
-    masks = []
-
-    class Watched(trl.GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
-            if not torch.is_grad_enabled():
-                masks.append(attention_mask)
-            return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
-
-    changes = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=64, beta=0.1)
-    args = settings(tmp_path, num_train_epochs=1, **changes)
-    trainer = build(tiny_model, args, trainer=type("WatchedTrainer", (CheckedGRPOTrainer, Watched), {}))
-    trainer.train()
-    assert trainer.checked_rows == 3 * 8 and sum(map(len, masks)) == 3 * 8
-    assert all(len(mask) == 2 and mask.any(0).all() for mask in masks)
-    # Short and long rows apart: it is this that makes narrow batches.
-    widest = [8 * max(mask.size(1) for mask in masks[i : i + 4]) for i in range(0, len(masks), 4)]
-    assert sum(mask.numel() for mask in masks) < 0.8 * sum(widest)
-
-
 # With the last one TRL makes no pass for the old log-probs: what was noted while sampling is stored.
 @pytest.mark.parametrize(
     ("ours", "plain", "config", "changes", "stored", "ratio"),
@@ -389,6 +369,34 @@ def test_the_guard_pauses_reuse_that_costs_more_than_it_saves(tiny_model, tmp_pa
     # Rows that were made in a pause are right and stored as ever.
     assert trainer.checked_rows == trainer.spec_rollout.total.rows == 15 * 8
     assert trainer.spec_rollout.cache.stats().newest_step == 15
+
+
+def test_evaluations_and_checkpoints_are_no_part_of_a_step(tiny_model, tmp_path):
+    """Of what the guard compares, every second one would have an evaluation in it."""
+
+    class Slow(CheckedGRPOTrainer):
+        def evaluate(self, *args, **kwargs):
+            time.sleep(3)
+            return super().evaluate(*args, **kwargs)
+
+        def _save_checkpoint(self, *args, **kwargs):
+            time.sleep(3)
+            return super()._save_checkpoint(*args, **kwargs)
+
+    seconds = []
+    args = settings(
+        tmp_path, num_train_epochs=2, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=3
+    )
+    trainer = build(tiny_model, args, trainer=Slow, eval_dataset=Dataset.from_dict({"prompt": PROMPTS}))
+    observe = trainer.spec_rollout.guard.observe
+    trainer.spec_rollout.guard.observe = lambda counts: (seconds.append(counts.step_s), observe(counts))
+    start = time.perf_counter()
+    trainer.train()
+    assert time.perf_counter() - start > 15  # three evaluations and two checkpoints
+    assert len(seconds) == 6 and seconds[0] == 0 and min(seconds[1:]) > 0 and max(seconds) < 3
+    time.sleep(3)
+    trainer.train()  # on the same trainer, whose caches go on
+    assert len(seconds) == 12 and min(seconds[6:]) > 0 and max(seconds) < 3
 
 
 def test_conversational_prompts(tiny_model, tmp_path):

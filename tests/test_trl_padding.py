@@ -7,11 +7,8 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
-import trl
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config
-from trl_runs import build, settings
+from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
 
-from trl_integration import SpecGRPOTrainer
 from trl_integration.padding import by_length, depends_on_width, logprobs_by_length, pad
 
 DYNAMIC = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
@@ -24,9 +21,10 @@ def test_batches_are_of_similar_length_and_hold_every_row_once():
     assert by_length([], 2) == []
 
 
+@pytest.mark.parametrize("trim", [True, False])
 @pytest.mark.parametrize("size", [1, 3, 16])
 @pytest.mark.parametrize("wanted", [range(8), [6, 1, 3], []], ids=["all", "some", "none"])
-def test_log_probs_are_those_of_the_padded_forward(wanted, size):
+def test_log_probs_are_those_of_the_padded_forward(wanted, size, trim):
     prompts, completions = [4, 2, 9, 2, 5, 5, 1, 3], [7, 1, 3, 20, 2, 0, 6, 6]  # of one row nothing is left
     torch.manual_seed(0)
     rows = [[torch.randint(1, 50, (n,)) for n in counts] for counts in (prompts, completions)]
@@ -35,15 +33,15 @@ def test_log_probs_are_those_of_the_padded_forward(wanted, size):
     mask = torch.cat(
         [pad([torch.ones(len(row)) for row in part], 0, side, torch.device("cpu")) for part, side in sides], 1
     )
-    computed = []
+    computed, width = [], ids.size(1)
 
     def forward(ids, mask, keep):
         """Of all that came before, as a model's are, and of nothing that is masked."""
         computed.append(ids.numel())
-        assert len(ids) <= size and mask[:, 0].any()
+        assert len(ids) <= size and (mask[:, 0].any() if trim else ids.size(1) == width)
         return (-(ids * mask).cumsum(1).float() * mask)[:, -keep:], None, None
 
-    found = logprobs_by_length(forward, ids, mask, 20, list(wanted), size)
+    found = logprobs_by_length(forward, ids, mask, 20, list(wanted), size, trim)
     narrow = sum(computed)
     size = len(ids)
     whole, _, _ = forward(ids, mask, 20)
@@ -62,21 +60,3 @@ def test_positions_that_depend_on_the_width_are_known():
     assert not any(map(depends_on_width, (LlamaConfig(), linear, Gemma3TextConfig())))
     by_layer = {"sliding_attention": dict(rope_type="default", rope_theta=1e4), "full_attention": DYNAMIC}
     assert depends_on_width(Gemma3TextConfig(rope_parameters=by_layer))
-
-
-def test_a_model_whose_positions_depend_on_the_width_has_that_of_the_update(tiny_model, tmp_path):
-    widths = []
-
-    class Watched(trl.GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
-            widths.append((torch.is_grad_enabled(), input_ids.size(1)))
-            return super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
-
-    changes = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=64, beta=0.1)
-    args = settings(tmp_path, num_train_epochs=1, **changes)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, rope_parameters=DYNAMIC)
-    trainer = type("WatchedTrainer", (SpecGRPOTrainer, Watched), {})
-    build(model, args, trainer=trainer, tokenizer=tiny_model).train()
-    passes, updates = ([width for in_update, width in widths if in_update is kind] for kind in (False, True))
-    # A rollout has four batches of the reference's pass, and four of the update.
-    assert passes and passes == [width for width in updates[::4] for _ in range(4)]

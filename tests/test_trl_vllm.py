@@ -101,6 +101,32 @@ def test_reuse_begins_with_the_second_epoch_and_log_probs_are_right(tiny_model, 
     assert calls.count("generate") == (2 * len(fraction) - first_epoch if by_engine else len(fraction))
 
 
+@pytest.mark.parametrize("trim", [True, False])
+def test_the_pass_for_importance_sampling_computes_no_padding_of_the_longest_row(
+    tiny_model, tmp_path, monkeypatch, trim
+):
+    """But for a model whose positions depend on the width of a forward."""
+    monkeypatch.setattr("trl_integration.trainer.depends_on_width", lambda config: not trim)
+    masks = []
+
+    class Watched(trl.GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
+            masks.append((torch.is_grad_enabled(), attention_mask))
+            return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
+
+    changes = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=32)
+    trainer = type("WatchedTrainer", (CheckedGRPOTrainer, Watched), {})
+    trainer, _ = run(tiny_model, tmp_path, trainer=trainer, num_train_epochs=1, **changes)
+    assert trainer.checked_rows == 3 * 8
+    passes, updates = ([mask for in_update, mask in masks if in_update is kind] for kind in (False, True))
+    assert len(passes) == len(updates) == 3 * 4 and all(len(mask) == 2 for mask in passes)
+    widths = [[mask.size(1) for mask in part] for part in (passes, updates)]
+    if trim:
+        assert all(mask.any(0).all() for mask in passes) and sum(widths[0]) < sum(widths[1])
+    else:
+        assert widths[0] == widths[1]
+
+
 def test_everything_is_logged_and_a_run_is_resumed(tiny_model, tmp_path, caplog):
     saved = dict(save_strategy="steps", save_steps=4, vllm_enable_sleep_mode=True)
     # As if it had been killed after step 7, with checkpoint 4 the last.

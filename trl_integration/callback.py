@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,18 @@ class SpecRolloutCallback(RunLog):
         self.trainer = trainer
         self._first_epoch = 0.0
         self._warned_no_draft = self._warned_masked = False
+        self._step_ended_at: float | None = None
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._step_ended_at is not None:  # since then: logging, an evaluation, a checkpoint, the end of a run
+            self.trainer.spec_rollout.leave_out(time.perf_counter() - self._step_ended_at)
+        self._step_ended_at = None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        super().on_step_end(args, state, control, **kwargs)
+        self._step_ended_at = time.perf_counter()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

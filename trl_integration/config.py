@@ -32,7 +32,7 @@ class SpecRolloutArguments:
             Most visits of a prompt that a token is carried over before its row is sampled afresh. 0 sets no limit.
         spec_verifier (`str`, *optional*, defaults to `"trainer"`):
             What scores past completions: `"trainer"`, the trainer's own forward, whose result is then not computed
-            again for the old log-probs; or `"engine"`, vLLM.
+            again where TRL wants it to correct vLLM's samples; or `"engine"`, vLLM.
         spec_reused_logprobs (`str`, *optional*, defaults to `"verified"`):
             What TRL's importance-sampling correction is told of reused tokens: `"verified"`, their log-probs under the
             current policy, which keeps them; or `"behaviour"`, those under the policy that wrote them, bounded by the
@@ -93,7 +93,7 @@ class SpecRolloutArguments:
         default="trainer",
         metadata={
             "help": "What scores past completions: 'trainer', the trainer's own forward, whose result is then not "
-            "computed again for the old log-probs; or 'engine', vLLM.",
+            "computed again where TRL wants it to correct vLLM's samples; or 'engine', vLLM.",
             "choices": ["trainer", "engine"],
         },
     )

@@ -4,9 +4,9 @@ Four of TRL's private methods are overridden, all of them here, as read in TRL 1
 
 - `_generate_single_turn`: token ids of prompts in, completions out. The rollout; with tools, TRL calls it once more for
   each later turn, and those calls are its own.
-- `_get_per_token_logps_and_entropies`: the trainer's forward. It verifies drafts; and in the passes for the old
-  log-probs and for the reference rows of similar length share a forward, and rows that verification has already scored
-  are handed back, but for old log-probs that the loss is made of.
+- `_get_per_token_logps_and_entropies`: the trainer's forward. It verifies drafts. In the pass for old log-probs that
+  only correct vLLM's samples, rows of similar length share a forward, and rows that verification has already scored
+  are handed back.
 - `_calculate_rewards`: read, to store a reward with its trajectory.
 - `_generate_and_score_completions`: encloses these; a rollout is stored when it returns. Old log-probs that the loss
   can do without are taken out of what it gives.
@@ -371,13 +371,12 @@ class SpecRolloutMixin:
             size, trim = self.args.per_device_train_batch_size, not depends_on_width(self.model.config)
             return logprobs_by_length(forward, input_ids, mask, logits_to_keep, rows, size, trim)
 
-        if self._rollout is None:
-            return forward(input_ids, attention_mask, logits_to_keep)
         # Between a rollout and its being stored TRL makes a pass over the policy, for the old log-probs, and one over
-        # the reference. Of the first the trainer's verification knows rows already, unless it scores a truncated
-        # distribution.
-        verifies = self.args.spec_verifier == "trainer" and not self._sampled.truncated
-        if not verifies or self._scored is not None or not self._is_policy(model):
+        # the reference, which is TRL's.
+        if self._rollout is None or self._scored is not None or not self._is_policy(model):
+            return forward(input_ids, attention_mask, logits_to_keep)
+        # Verification by the trainer knows some rows already, unless it scores a truncated distribution.
+        if self.args.spec_verifier != "trainer" or self._sampled.truncated:
             return computed(attention_mask, list(range(len(input_ids)))), None, None
         assert self.spec_rollout is not None
         responses, device = self._rollout.responses, input_ids.device
