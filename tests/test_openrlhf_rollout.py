@@ -208,7 +208,11 @@ def test_evaluation_bypasses_the_cache(run, tmp_path):
     generator, kwargs = run(eval__dataset=files["prompts.jsonl"])
     epoch(generator, kwargs)
     before = ray.get(running_cache().size.remote())
+    generator.ledger.lap()
+    start = time.perf_counter()
     samples = generator.generate_eval_samples(**kwargs | dict(temperature=0.6, n_samples_per_prompt=2))
+    took = time.perf_counter() - start
+    assert generator.ledger.lap() < 0.1 * took  # and it is no part of a training step
     assert len(samples) == 2 * len(PROMPTS)
     assert ray.get(running_cache().size.remote()) == before
     assert generator.ledger.total.rows == N * len(PROMPTS)
