@@ -150,12 +150,12 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
         ],
     ),
     "step_speedup_guard": (
-        "the same with the guard, and with the passes for log-probs of today",
+        "the same in runs with the guard, as it was then",
         ">= 1.5",
         [_training(("guard", "against_plain", "step_s"), directory=TRAININGS["guard"])],
     ),
     "final_reward_guard": (
-        "expected reward after the last of 8 steps, with the guard / plain",
+        "expected reward after the last of 8 steps, with the guard as it was then / plain",
         "within plain's spread",
         [_training(("guard", "final", "mean"), ("plain", "final", "mean"), TRAININGS["guard"])],
     ),

@@ -392,11 +392,11 @@ def test_evaluations_and_checkpoints_are_no_part_of_a_step(tiny_model, tmp_path)
     trainer.spec_rollout.guard.observe = lambda counts: (seconds.append(counts.step_s), observe(counts))
     start = time.perf_counter()
     trainer.train()
-    assert time.perf_counter() - start > 15  # three evaluations and two checkpoints
-    assert len(seconds) == 6 and seconds[0] == 0 and min(seconds[1:]) > 0 and max(seconds) < 3
     time.sleep(3)
     trainer.train()  # on the same trainer, whose caches go on
-    assert len(seconds) == 12 and min(seconds[6:]) > 0 and max(seconds) < 3
+    stood_still = 3 * (2 * (3 + 2) + 1)  # three evaluations and two checkpoints in each
+    assert len(seconds) == 12 and seconds[0] == 0 and min(seconds[1:]) > 0
+    assert sum(seconds) < time.perf_counter() - start - stood_still
 
 
 def test_conversational_prompts(tiny_model, tmp_path):
