@@ -83,12 +83,15 @@ def write_summary(output: Path, command: str, commit: str | None = None) -> None
     deviation over seeds of the last steps; `at_step`, the same after a quarter, half, three quarters of the steps;
     `at_seconds`, the same of the last two steps when the quickest of all finished runs was through; `learned`, steps,
     seconds and generated tokens until the curve reaches 80% and 90% of plain's final value, each seed's own (`null`
-    where it does not). `against_plain` are ratios above 1 where the setting is better: of these, where all seeds got
-    there in both, and of the seconds of a rollout and of a step and the tokens generated, each step. `taught`, after a
-    quarter, half, three quarters and all of the steps: how many steps plain took until it had as much reward (both
-    means over the finished seeds and three steps, between steps by a straight line; `null` where it never had), in
-    parts of the steps made (`steps`) and of the tokens generated (`tokens`), and beside it the mean of
-    `spec/new_reward_fraction` until then (`new`).
+    where it does not). `against_plain` are ratios above 1 where the setting is better: of these, where all finished
+    seeds got there in both, and of the seconds of a rollout and of a step and the tokens generated, each step.
+    `taught`, after a quarter, half, three quarters and all of the steps: how many steps plain took until it had as
+    much reward (both means over the finished seeds and three steps, between steps by a straight line; `null` where it
+    never had), in parts of the steps made (`steps`) and of the tokens generated (`tokens`), and beside it the mean of
+    `spec/new_reward_fraction` until then (`new`). `with_drafts` and `without`, for a setting that has steps of both
+    kinds (the guard's pauses): how many of each, their mean seconds, what they taught, as a share of what plain's
+    steps of the same number and seed did (`null` where those lost), and the mean of `spec/new_reward_fraction` in
+    them; all but the first step of each seed.
 
     Args:
         output (`Path`): the `--output` of the runs.
@@ -204,6 +207,8 @@ def _curve(steps: list[dict[str, Any]]) -> dict[str, list[Any]]:
     curve = {"reward": [entry["reward"] for entry in steps], "seconds": seconds, "generated": generated}
     if any("spec/new_reward_fraction" in entry for entry in steps):
         curve["new"] = [entry.get("spec/new_reward_fraction") for entry in steps]  # unknown where all earn the same
+    if any("spec/reused_token_fraction" in entry for entry in steps):
+        curve["reused"] = [entry.get("spec/reused_token_fraction", 0.0) for entry in steps]
     if "policy/expected_reward" in steps[0]:
         curve["policy"] = [entry["policy/expected_reward"] for entry in steps]
     return curve
@@ -231,8 +236,10 @@ def _compare(setting: dict[str, Any], plain: dict[str, Any]) -> None:
         setting["learned"][str(share)] = {"reward": goal} | {
             unit: [took and took[unit] for took in own.values()] for unit in UNITS
         }
-        # Seeds differ in how fast they learn: each is set against plain's run of the same seed.
-        pairs = [(took, _when(plain["curves"].get(seed), plain["measured"], goal)) for seed, took in own.items()]
+        # Seeds differ in how fast they learn: each is set against plain's run of the same seed. What was cut off might
+        # have got there.
+        whole = setting["finished"] or own
+        pairs = [(own[seed], _when(plain["curves"].get(seed), plain["measured"], goal)) for seed in whole]
         if all(took and plain_took for took, plain_took in pairs):
             for unit in UNITS:
                 ratios[f"{unit}_to_{share}"] = sum(pair[1][unit] for pair in pairs) / sum(
@@ -243,6 +250,7 @@ def _compare(setting: dict[str, Any], plain: dict[str, Any]) -> None:
             ratios[name] = plain["step"][name] / setting["step"][name]
     setting["against_plain"] = ratios
     setting["taught"] = _taught(setting, plain)
+    setting |= _by_drafts(setting, plain)
 
 
 def _taught(setting: dict[str, Any], plain: dict[str, Any]) -> dict[str, dict[str, float | None]]:
@@ -263,6 +271,37 @@ def _taught(setting: dict[str, Any], plain: dict[str, Any]) -> dict[str, dict[st
         if news:
             taught[str(made)]["new"] = statistics.mean(news)
     return taught
+
+
+def _by_drafts(setting: dict[str, Any], plain: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """See [`write_summary`]."""
+    kinds: dict[str, list[tuple]] = {"with_drafts": [], "without": []}
+    for seed, curve in setting["curves"].items():
+        if "reused" not in curve or seed not in plain["curves"]:
+            continue
+        rewards, plain_rewards = (curves[seed][setting["measured"]] for curves in (setting["curves"], plain["curves"]))
+        for step in range(1, min(len(rewards), len(plain_rewards))):
+            kinds["with_drafts" if curve["reused"][step] else "without"].append(
+                (
+                    curve["seconds"][step] - curve["seconds"][step - 1],
+                    rewards[step] - rewards[step - 1],
+                    plain_rewards[step] - plain_rewards[step - 1],
+                    curve["new"][step] if "new" in curve else None,
+                )
+            )
+    if not all(kinds.values()):
+        return {}
+    found = {}
+    for kind, steps in kinds.items():
+        seconds, gained, plain_gained, news = zip(*steps, strict=True)
+        news = [new for new in news if new is not None]
+        found[kind] = {
+            "steps": len(steps),
+            "step_s": statistics.mean(seconds),
+            "taught": sum(gained) / sum(plain_gained) if sum(plain_gained) > 0 else None,
+            "new": statistics.mean(news) if news else None,
+        }
+    return found
 
 
 def _whole(setting: dict[str, Any]) -> list[dict[str, list[Any]]]:

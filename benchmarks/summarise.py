@@ -3,8 +3,7 @@
     python benchmarks/summarise.py           # writes benchmarks/results/summary.json, and pruning.json beside it
     python benchmarks/summarise.py --docs    # and the tables and charts of docs/results.md
 
-Runs of `train_side_by_side.py` are looked for in `results/train-h200`, those with the guard in `results/guard-h200`,
-with more lenience in `results/lenience-h200`, with pruning in `results/pruning-h200`.
+Runs of `train_side_by_side.py` are looked for in the folders of `TRAININGS`.
 
 Each figure has a list of places where it may be found; the first one that exists is taken, and said. A figure that
 nothing has measured is left out. In `docs/results.md` only what is between `<!-- table: NAME -->` and `<!-- end -->` is
@@ -25,8 +24,14 @@ DOCS = ROOT / "docs"
 REPLAYED = "spec-rl-512-rows-0.67-reused-900-tokens"  # the setting that the figures of the replay are of
 MOST_REPLAYED = "spec-rl-2048-rows-0.67-reused-900-tokens"
 # The folders of `train_side_by_side.py`, by the names of their tables in `docs/results.md` and of their charts there.
-TRAININGS = {"training": "train-h200", "guard": "guard-h200", "lenience": "lenience-h200", "pruning": "pruning-h200"}
-TRAINED, PRUNED = TRAININGS["training"], TRAININGS["pruning"]
+TRAININGS = {
+    "low-rate": "low-rate-h200",
+    "training": "train-h200",
+    "guard": "guard-h200",
+    "lenience": "lenience-h200",
+    "pruning": "pruning-h200",
+}
+LOW_RATE, HIGH_RATE, PRUNED = TRAININGS["low-rate"], TRAININGS["training"], TRAININGS["pruning"]
 REPLAY_COMMAND = "python benchmarks/replay_rollouts.py --output benchmarks/results/replay-h200"
 
 Path_ = tuple[str | int, ...]
@@ -69,7 +74,7 @@ def _trl(plain: Path_, reuse: Path_) -> Place:
     return Place("trl-h200", ("runs", *plain), ("runs", *reuse))
 
 
-def _training(value: Path_, over: Path_ | None = None, directory: str = TRAINED) -> Place:
+def _training(value: Path_, over: Path_ | None = None, directory: str = LOW_RATE) -> Place:
     return Place(directory, ("settings", *value), ("settings", *over) if over else None)
 
 
@@ -142,45 +147,53 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
         [_replay("cold_over_plain"), _trl(("reuse", "cold", "rollout_s"), ("plain", "cold", "rollout_s"))],
     ),
     "step_speedup": (
-        "whole training step from the second epoch on, plain / reuse",
+        "whole training step from the second epoch on, plain / the defaults of then",
         ">= 1.5",
         [
-            _training(("reuse", "against_plain", "step_s")),
+            _training(("guard", "against_plain", "step_s")),
             _trl(("plain", "warm", "step_s"), ("reuse", "warm", "step_s")),
         ],
     ),
-    "step_speedup_guard": (
-        "the same in runs with the guard, as it was then",
-        ">= 1.5",
-        [_training(("guard", "against_plain", "step_s"), directory=TRAININGS["guard"])],
+    "time_to_reward": (
+        "seconds of training until 90% of plain's final reward, plain / the defaults of then",
+        ">= 1.43",
+        [_training(("guard", "against_plain", "seconds_to_0.9"))],
     ),
-    "final_reward_guard": (
-        "expected reward after the last of 8 steps, with the guard as it was then / plain",
+    "time_to_reward_80": ("the same until 80%", None, [_training(("guard", "against_plain", "seconds_to_0.8"))]),
+    "final_reward": (
+        "expected reward after the last steps, the defaults of then / plain",
         "within plain's spread",
-        [_training(("guard", "final", "mean"), ("plain", "final", "mean"), TRAININGS["guard"])],
+        [_training(("guard", "final", "mean"), ("plain", "final", "mean"))],
+    ),
+    "draft_step_speedup": (
+        "whole step of those runs while the guard pauses / with drafts",
+        None,
+        [_training(("guard", "without", "step_s"), ("guard", "with_drafts", "step_s"))],
+    ),
+    "draft_step_taught": (
+        "gain of expected reward by steps with drafts / by plain's steps of the same number",
+        None,
+        [_training(("guard", "with_drafts", "taught"))],
+    ),
+    "step_speedup_high_rate": (
+        "whole step, plain / reuse without the guard",
+        ">= 1.5",
+        [_training(("reuse", "against_plain", "step_s"), directory=HIGH_RATE)],
+    ),
+    "time_to_reward_80_high_rate": (
+        "seconds until 80% of plain's final reward, plain / reuse without the guard; 90% was not reached",
+        None,
+        [_training(("reuse", "against_plain", "seconds_to_0.8"), directory=HIGH_RATE)],
+    ),
+    "final_reward_high_rate": (
+        "expected reward after the last steps, reuse without the guard / plain",
+        "within plain's spread",
+        [_training(("reuse", "final", "mean"), ("plain", "final", "mean"), HIGH_RATE)],
     ),
     "old_logprobs_speedup": (
         "TRL's pass for the old log-probs at SPEC-RL's lengths: all rows as wide as the longest / by length",
         None,
         [Place("old-logprobs-h200", ("ratio",))],
-    ),
-    "time_to_reward": (
-        "seconds of training until 90% of plain's final reward, plain / reuse",
-        ">= 1.43",
-        [
-            _training(("reuse", "against_plain", "seconds_to_0.9"), directory=directory)
-            for directory in (TRAINED, PRUNED)
-        ],
-    ),
-    "time_to_reward_80": (
-        "the same until 80%",
-        None,
-        [_training(("reuse", "against_plain", "seconds_to_0.8"))],
-    ),
-    "final_reward": (
-        "expected reward after the last steps, reuse / plain",
-        "within plain's spread",
-        [_training(("reuse", "final", "mean"), ("plain", "final", "mean"))],
     ),
     "prune_step_speedup": (
         "whole training step: all of 16 responses a prompt trained on / pruned to 8",
@@ -188,6 +201,11 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
         [_steps("plain+wide", "plain+prune")],
     ),
     "reuse_step_speedup": ("whole training step, in the same runs: plain / reuse", None, [_steps("plain", "reuse")]),
+    "reuse_time_to_reward": (
+        "seconds of training until 90% of plain's final reward, in the same runs: plain / reuse",
+        None,
+        [_training(("reuse", "against_plain", "seconds_to_0.9"), directory=PRUNED)],
+    ),
     "both_step_speedup": (
         "all of 16 responses a prompt trained on / pruned to 8, with reuse",
         "the product of the two",

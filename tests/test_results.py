@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -123,13 +124,17 @@ def test_training_runs_are_summed_up(tmp_path):
     judged = {"prune/head_auc": 0.75}
     compared = {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, reused)}
     trained(tmp_path / "train-h200", compared)
+    guarded = {"guard": (3.0, 0.05, {"spec/generated_tokens": 600, "spec/reused_token_fraction": 0.4})}
+    trained(tmp_path / "low-rate-h200", compared | guarded)
     assert summarise.pruning(tmp_path) is None
     pruned = {"plain+wide": (12.0, 0.05, {}), "plain+prune": (8.0, 0.05, judged), "prune": (5.0, 0.05, judged)}
     trained(tmp_path / "pruning-h200", compared | pruned)
     found = summarise.summarise(tmp_path)
     expected = {
-        **{"step_speedup": 1.5, "time_to_reward": 1.5, "time_to_reward_80": 1.5, "final_reward": 1.0},
+        **{"step_speedup": 2.0, "time_to_reward": 2.0, "time_to_reward_80": 2.0, "final_reward": 1.0},
+        **{"step_speedup_high_rate": 1.5, "time_to_reward_80_high_rate": 1.5, "final_reward_high_rate": 1.0},
         **{"prune_step_speedup": 1.5, "reuse_step_speedup": 1.5, "both_step_speedup": 2.4, "head_auc": 0.75},
+        "reuse_time_to_reward": 1.5,
     }
     assert {name: entry["value"] for name, entry in found.items()} == pytest.approx(expected)
     pruning = summarise.pruning(tmp_path)
@@ -170,12 +175,33 @@ def test_a_rollout_that_is_trained_on_twice_is_generated_once(tmp_path):
     assert settings["plain+twice"]["against_plain"]["generated_to_0.9"] == pytest.approx(2.0, rel=0.15)
 
 
-def test_where_a_share_of_the_reward_was_not_reached_the_figure_is_of_runs_that_did(tmp_path):
-    trained(tmp_path / "train-h200", {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.039, {})})
-    trained(tmp_path / "pruning-h200", {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, {})})
-    found = summarise.summarise(tmp_path)
-    assert found["time_to_reward_80"]["source"].endswith("train-h200/summary.json")
-    assert found["time_to_reward"]["source"].endswith("pruning-h200/summary.json")
+def test_steps_with_drafts_are_compared_with_those_of_the_guards_pauses(tmp_path):
+    trained(tmp_path, {"plain": (6.0, 0.05, {}), "guard": (4.0, 0.05, {}), "reuse": (4.0, 0.05, {})})
+    path = tmp_path / "guard" / "seed-0" / "specrl.jsonl"
+    steps, reward = [json.loads(line) for line in path.read_text().splitlines()], 0.0
+    for step in steps:
+        drafts = step["step"] % 3 == 0
+        reward += 0.06 if drafts else 0.04
+        step |= {"policy/expected_reward": reward, "stage/step_s": 3.0 if drafts else 4.0}
+        step |= {"spec/reused_token_fraction": 0.5 * drafts, "spec/new_reward_fraction": 0.25 if drafts else 1.0}
+    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    run_summary.write_summary(tmp_path, "again", "abc")
+    settings = json.loads((tmp_path / "summary.json").read_text())["settings"]
+    assert settings["guard"]["with_drafts"] == {"steps": 3, "step_s": 3.0, "taught": 1.2, "new": 0.25}
+    assert settings["guard"]["without"] == {"steps": 6, "step_s": 4.0, "taught": 0.8, "new": 1.0}
+    assert not settings["reuse"].keys() & {"with_drafts", "without"}
+
+
+def test_a_seed_that_was_cut_off_says_nothing_about_when_a_reward_is_reached(tmp_path):
+    trained(tmp_path, {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, {})})
+    for name in ("plain", "reuse"):
+        shutil.copytree(tmp_path / name / "seed-0", tmp_path / name / "seed-1")
+    cut_off = tmp_path / "reuse" / "seed-1"
+    (cut_off / "finished.json").unlink()
+    (cut_off / "specrl.jsonl").write_text("".join((cut_off / "specrl.jsonl").read_text().splitlines(True)[:3]))
+    run_summary.write_summary(tmp_path, "again", "abc")
+    reuse = json.loads((tmp_path / "summary.json").read_text())["settings"]["reuse"]
+    assert reuse["learned"]["0.9"]["steps"][1] is None and reuse["against_plain"]["seconds_to_0.9"] == 1.5
 
 
 def test_a_replay_that_was_cut_off_goes_on_with_what_is_missing(tmp_path):
