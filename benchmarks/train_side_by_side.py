@@ -13,6 +13,7 @@ by what it changes of the shipped defaults, joined by `+`:
     carry-N          carry-over limit             random, full     the baselines among the reuse rules
     prune            online pruning               wide             twice the responses of a prompt
     guard            the guard, which may pause   twice            TRL's `num_iterations=2`
+    suffix           vLLM drafts by suffixes
 
 `lenience-0.2+carry-2` changes both; `plain+prune` prunes without reuse, `plain+twice` trains twice on every response,
 in as many rollouts and twice the steps: TRL's own way to need fewer responses. Pruning starts twice the responses that
@@ -60,6 +61,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "prune": {"spec_prune": "true"},
     "wide": {"num_generations": 2 * GENERATIONS},
     "twice": {"num_iterations": 2},
+    "suffix": {"spec_vllm_speculative_config": '{"method": "suffix", "num_speculative_tokens": 16}'},
 }
 NUMBERED = {"lenience": "spec_log_lenience", "refresh": "spec_refresh_rate", "carry": "spec_carry_limit"}
 COMMON = dict(
@@ -308,6 +310,7 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
     from trl import TrlParser
 
     from trl_integration import RunLog, SpecGRPOConfig, SpecGRPOTrainer
+    from trl_integration.engine_settings import engine_settings
 
     _wait_for(os.environ["AFTER"])
     os.environ["MASTER_PORT"] = str(_free_port())
@@ -322,14 +325,17 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
     flags = [str(part) for key, value in defaults.items() for part in (f"--{key}", value)]
     chosen = [str(part) for key, value in settings_of(name).items() for part in (f"--{key}", value)]
     (args,) = TrlParser(SpecGRPOConfig).parse_args_and_config([*flags, *settings, *chosen, "--seed", str(seed)])
-    if shared:
-        _take_unmeasured(args.vllm_gpu_memory_utilization)
     model = str(_directory(options, "warm-up")) if options.warm_up else options.model
     task = _problems(options, options.prompts)
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    trainer = SpecGRPOTrainer(
-        model=model, args=args, reward_funcs=task, train_dataset=task.dataset(), processing_class=tokenizer
-    )
+    # Else an engine takes what it measures to be left of its share, and counts, or fails over, what the other runs on
+    # the device take and give back meanwhile.
+    share = args.vllm_gpu_memory_utilization
+    unmeasured = {"kv_cache_memory_bytes": int(share * torch.cuda.mem_get_info()[1])} if shared else {}
+    with engine_settings(**unmeasured):
+        trainer = SpecGRPOTrainer(
+            model=model, args=args, reward_funcs=task, train_dataset=task.dataset(), processing_class=tokenizer
+        )
     trainer.remove_callback(PrinterCallback)
     judge = None
     if task.solutions is not None:
@@ -371,19 +377,6 @@ def _prepare_vllm() -> None:
         import vllm_cpu
 
         vllm_cpu.repair()
-
-
-def _take_unmeasured(share: float) -> None:
-    """Have TRL's engine take this share of the device for its KV cache, and the rest of what it needs beside.
-
-    Else it takes what it measures to be left of its share, and counts, or fails over, what the other runs on the device
-    take and give back meanwhile.
-    """
-    import torch
-    import trl.generation.vllm_generation as generation
-
-    kv_cache = int(share * torch.cuda.mem_get_info()[1])
-    generation.LLM = functools.partial(generation.LLM, kv_cache_memory_bytes=kv_cache)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import repeater
 import torch
 
 from specrl_plugins.vllm import HiddenStates, hidden_states
@@ -21,8 +22,6 @@ pytestmark = pytest.mark.vllm
 
 # Both forwards are in float32; the largest values of the tiny model's states are about 4.
 ATOL = 1e-5
-
-REPEATER = f"{__name__}.Repeater"
 
 
 def build(model, **changes):
@@ -47,20 +46,6 @@ def build(model, **changes):
 @pytest.fixture(scope="module")
 def engine(tiny_model):
     return build(tiny_model)
-
-
-class Repeater:
-    """Drafts that the last token comes twice more."""
-
-    def __init__(self, vllm_config):
-        pass
-
-    def load_model(self, *args, **kwargs):
-        pass
-
-    def propose(self, *args, **kwargs):
-        (sampled,) = [argument for argument in args if isinstance(argument, list)]
-        return [tokens[-1:] * 2 for tokens in sampled]
 
 
 def contexts(count, seed=0, longest=255):
@@ -186,7 +171,7 @@ def test_states_where_requests_are_preempted(tiny_model, policy):
         dict(logprobs_mode="processed_logprobs"),
         dict(async_scheduling=False),
         dict(enable_prefix_caching=False),
-        dict(speculative_config={"method": "custom_class", "model": REPEATER, "num_speculative_tokens": 2}),
+        dict(speculative_config=repeater.SPECULATIVE_CONFIG),
     ],
     ids=lambda changes: next(iter(changes)),
 )

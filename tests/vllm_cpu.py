@@ -16,6 +16,7 @@ def repair() -> None:
         return
     # Packed linear weights are made once, when the model is loaded: a later weight update leaves them stale.
     custom_ops._supports_onednn = False
+    _expand_any_type()
     engine = generation.LLM
 
     # TRL passes neither dtype nor eager mode: the engine would be bf16, six times slower here, and compile for minutes.
@@ -26,3 +27,14 @@ def repair() -> None:
         return engine(*args, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=64 << 20, **kwargs)
 
     generation.LLM = cpu_engine
+
+
+def _expand_any_type() -> None:
+    """Speculative decoding spreads each row's temperature over its draft tokens, as whole numbers and into a copy."""
+    import vllm.utils.cpu_triton_utils as kernels
+
+    def expand(output: Any, values: Any, ends: Any, replace_from: int, replace_to: int, **_: Any) -> None:
+        values = values.masked_fill(values == replace_from, replace_to)
+        output.copy_(values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
+
+    kernels.expand_kernel.func = expand

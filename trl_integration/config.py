@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from trl import GRPOConfig, RLOOConfig
 
@@ -44,6 +45,9 @@ class SpecRolloutArguments:
         spec_guard (`bool`, *optional*, defaults to `True`):
             Whether to pause reuse for some batches where a step with it is measured to take longer than what it
             teaches is worth. The pauses depend on timing: switch it off for runs that must repeat exactly.
+        spec_vllm_speculative_config (`dict` or `str`, *optional*):
+            What the colocated vLLM engine gets as its `speculative_config`, which TRL does not pass on: how it drafts
+            what is left to generate. vLLM samples from the policy all the same. Works with reuse and without.
         spec_prune (`bool`, *optional*, defaults to `False`):
             Whether to prune rollouts online: `num_generations` completions of a prompt are trained on, more are
             started, and those that look like teaching least are given up on the way. Works with reuse and without.
@@ -120,6 +124,14 @@ class SpecRolloutArguments:
             "it teaches is worth. The pauses depend on timing: switch it off for runs that must repeat exactly."
         },
     )
+    spec_vllm_speculative_config: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "`speculative_config` of the colocated vLLM engine, as JSON: how it drafts what is left to "
+            'generate, for instance \'{"method": "suffix", "num_speculative_tokens": 16}\'. vLLM samples from the '
+            "policy all the same."
+        },
+    )
     spec_prune: bool = field(
         default=False,
         metadata={
@@ -152,6 +164,7 @@ class SpecRolloutArguments:
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes next in every class that mixes this in
+        self._check_speculative_config()
         for name in ("use_spec_rollout", "spec_guard", "spec_prune"):
             if not isinstance(getattr(self, name), bool):  # any string would count as true
                 raise ValueError(f"`{name}` is True or False, not {getattr(self, name)!r}.")
@@ -173,6 +186,18 @@ class SpecRolloutArguments:
             self.pruning_settings()
         except ValueError as error:  # likewise
             raise ValueError(f"spec_prune_{error}") from error
+
+    def _check_speculative_config(self) -> None:
+        name, config = "spec_vllm_speculative_config", self.spec_vllm_speculative_config
+        if config is None:
+            return
+        if not isinstance(config, dict):  # a string in braces was read as JSON before
+            raise ValueError(f"`{name}` is a dictionary or JSON of one, not {config!r}.")
+        if not self.use_vllm or self.vllm_mode != "colocate":  # type: ignore[attr-defined]
+            raise ValueError(
+                f"`{name}` is for an engine in this process: set `use_vllm=True` and `vllm_mode='colocate'`. A server "
+                "is told when it is started: `vllm serve --speculative-config`."
+            )
 
     def reuse_policy(self) -> ReusePolicy:
         """The core's policy of these settings."""
@@ -208,7 +233,11 @@ class SpecRolloutArguments:
 class SpecGRPOConfig(SpecRolloutArguments, GRPOConfig):
     """[`~trl.GRPOConfig`] with the settings of [`SpecRolloutArguments`]."""
 
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "spec_vllm_speculative_config"]
+
 
 @dataclass
 class SpecRLOOConfig(SpecRolloutArguments, RLOOConfig):
     """[`~trl.RLOOConfig`] with the settings of [`SpecRolloutArguments`]."""
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*RLOOConfig._VALID_DICT_FIELDS, "spec_vllm_speculative_config"]

@@ -45,6 +45,7 @@ from trl_integration.checks import UnsupportedSetting, check_config, check_train
 from trl_integration.config import SpecRolloutArguments
 from trl_integration.continuous_batching import recorded_generate_batch
 from trl_integration.distribution import SampledDistribution
+from trl_integration.engine_settings import engine_settings
 from trl_integration.hidden_states import last_hidden_states
 from trl_integration.padding import by_length, depends_on_width, logprobs_by_length, pad
 from trl_integration.ranks import EngineRanks, TrainingRanks
@@ -111,11 +112,17 @@ class SpecRolloutMixin:
         self._rollout: Rollout | None = None  # from `_generate_single_turn` until it is stored
         self._scored: list[NDArray] | None = None  # its log-probs by the trainer's forward, once TRL asked for them
         self._rewards: list[float] | None = None
-        if not isinstance(config, SpecRolloutArguments) or not (config.use_spec_rollout or config.spec_prune):
+        if not isinstance(config, SpecRolloutArguments):
             super().__init__(*args, **kwargs)
             return
-        check_config(config)
-        super().__init__(*args, **kwargs)
+        active = config.use_spec_rollout or config.spec_prune
+        if active:
+            check_config(config)
+        drafting = config.spec_vllm_speculative_config
+        with engine_settings(speculative_config=drafting) if drafting else nullcontext():
+            super().__init__(*args, **kwargs)
+        if not active:
+            return
         check_trainer(self)
         warn_of_little_use(self)
         sampler = "vllm" if self.use_vllm else "transformers"
