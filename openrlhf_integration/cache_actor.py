@@ -42,6 +42,7 @@ class Rules:
         reuse (`bool`, *optional*, defaults to `True`): whether responses are kept and reused at all.
         pruning (`PruningSettings`, *optional*): what is pruned. Defaults to nothing.
         temperature, top_p (`float`, *optional*, default to 1): what is sampled with in training.
+        speculative_config (`dict`, *optional*): how engines draft, as vLLM takes it. Defaults to not at all.
     """
 
     policy: ReusePolicy
@@ -51,6 +52,7 @@ class Rules:
     pruning: PruningSettings | None = None
     temperature: float = 1.0
     top_p: float = 1.0
+    speculative_config: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ class SpecSettings:
         guard (`bool`, *optional*, defaults to `True`):
             Whether to pause reuse for some batches where a step with it is measured to take longer than what it
             teaches is worth.
+        vllm_speculative_config (`dict`, *optional*):
+            What the vLLM engines get as their `speculative_config`, which OpenRLHF does not pass on: how they draft
+            what is left to generate. They sample from the policy all the same. Works with reuse and with pruning.
         prune (`bool`, *optional*, defaults to `False`):
             Whether to prune rollouts online: `--rollout.n_samples_per_prompt` responses to a prompt are trained on,
             more are started, and those that look like teaching least are given up on the way. Works with reuse and
@@ -114,6 +118,15 @@ class SpecSettings:
             "it teaches is worth ('true' or 'false'). The pauses depend on timing: switch it off for runs that must "
             "repeat exactly.",
             "type": lambda text: _boolean(text),
+        },
+    )
+    vllm_speculative_config: dict | None = field(
+        default=None,
+        metadata={
+            "help": "`speculative_config` of the vLLM engines, as JSON: how they draft what is left to generate, for "
+            'instance \'{"method": "suffix", "num_speculative_tokens": 16}\'. They sample from the policy all the '
+            "same.",
+            "type": lambda text: _json_object(text),
         },
     )
     prune: bool = field(
@@ -216,7 +229,10 @@ def split_arguments(arguments: list[str]) -> tuple[SpecSettings | None, list[str
         settings = SpecSettings(**vars(ours))
     except ValueError as error:
         parser.error(str(error))
-    return (settings if settings.use_spec_rollout or settings.prune else None), rest
+    active = settings.use_spec_rollout or settings.prune
+    if settings.vllm_speculative_config and not active:
+        parser.error("--spec.vllm_speculative_config comes with --use_spec_rollout or --spec.prune")
+    return (settings if active else None), rest
 
 
 def _flags(setting: str) -> list[str]:
@@ -234,3 +250,13 @@ def _boolean(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected 'true' or 'false', not {text!r}")
     return text.lower() == "true"
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, not {text!r}")
+    return value

@@ -88,6 +88,8 @@ class SpecRolloutActor(plain(RolloutRayActor)):
             kwargs["logprobs_mode"] = "raw_logprobs"
         if self._rules.pruning is not None:
             kwargs["max_logprobs"] = max(kwargs.get("max_logprobs", TOP), TOP)
+        if self._rules.speculative_config:
+            kwargs["speculative_config"] = self._rules.speculative_config
         await super().__init__(*args, **kwargs)
         self._reads_cache = may_read_cache(self.llm.vllm_config)
         self._states = AsyncHiddenStates(super().generate, self.llm.collective_rpc)

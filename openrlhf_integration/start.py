@@ -50,6 +50,7 @@ def start_cache_of(args: Any) -> Any:
         pruning=spec.pruning_settings() if spec.prune else None,
         temperature=args.rollout.temperature,
         top_p=args.rollout.top_p,
+        speculative_config=spec.vllm_speculative_config,
     )
     pruner = None
     if spec.prune:

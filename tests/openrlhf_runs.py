@@ -19,6 +19,7 @@ from pathlib import Path
 import openrlhf.utils
 import ray
 import torch
+import vllm_cpu
 from openrlhf.trainer.ray.launcher import BaseModelActor
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor, _load_agent_executor
 from openrlhf.utils.agent import SingleTurnAgentExecutor
@@ -159,6 +160,7 @@ class OnCpu:
 
     async def __init__(self, **kwargs):
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        vllm_cpu.expand_any_type()
         await super().__init__(
             **kwargs
             | dict(
@@ -169,6 +171,9 @@ class OnCpu:
                 worker_extension_cls="openrlhf_runs.SyncFromDirectory",
             )
         )
+
+    async def speculative_method(self):
+        return self.llm.vllm_config.speculative_config.method
 
     async def sync_from_dir(self, path):
         await self.llm.collective_rpc("sync_from_dir", args=(path,))

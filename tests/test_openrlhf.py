@@ -46,6 +46,15 @@ def test_without_a_switch_there_are_no_settings():
     assert split_arguments(["--spec_prune_oversample", "3", "--x"]) == (None, ["--x"])
 
 
+def test_engines_that_draft_come_with_reuse_or_pruning(capsys):
+    line = ["--spec.vllm_speculative_config", '{"method": "suffix"}']
+    settings, _ = split_arguments(["--use_spec_rollout", *line])
+    assert settings is not None and settings.vllm_speculative_config == {"method": "suffix"}
+    with pytest.raises(SystemExit):
+        split_arguments(line)
+    assert "comes with --use_spec_rollout or --spec.prune" in capsys.readouterr().err
+
+
 def test_pruning_has_a_switch_of_its_own():
     line = ["--spec.prune", "--spec_prune_oversample", "1.5", "--spec.prune_warmup_steps=3", "--x"]
     assert split_arguments(line) == (SpecSettings(prune=True, prune_oversample=1.5, prune_warmup_steps=3), ["--x"])
@@ -70,6 +79,8 @@ def test_defaults_are_those_of_the_trl_adapter():
         (["--spec.log_lenience", "-1"], "--spec.log_lenience is 0 or more"),
         (["--spec.lenience", "1"], "did you mean --spec.log_lenience"),
         (["--spec_refresh=1"], "did you mean --spec.refresh_rate"),
+        (["--spec.vllm_speculative_config", "suffix"], "expected a JSON object"),
+        (["--spec.vllm_speculative_config", "[1]"], "expected a JSON object"),
         (["--spec.prune_detection_length", "0"], "--spec.prune_detection_length"),
         (["--spec.prune_oversample", "0.5"], "--spec.prune_oversample"),
         (["--spec.prune_target_share", "1"], "--spec.prune_target_share"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -10,6 +11,8 @@ pytest.importorskip("openrlhf")
 pytest.importorskip("vllm")
 pytest.importorskip("ray")
 
+import ray
+import repeater
 from openrlhf_runs import (
     LENIENT,
     PROMPTS,
@@ -180,3 +183,16 @@ def test_every_estimator_trains_on_reused_responses(warm_engine, tiny_model, tmp
         assert 0 < step["train/actor_grad_norm"] < math.inf
         assert ("train/critic_loss" in step) == (estimator == "gae")
         assert math.isfinite(step.get("train/critic_loss", 0))
+
+
+def test_engines_that_draft(ray_running, tiny_model, tmp_path):
+    drafting = ["--spec.vllm_speculative_config", json.dumps(repeater.SPECULATIVE_CONFIG)]
+    arguments = line(
+        tiny_model, tmp_path, *SPEC, *drafting, train__num_episodes=2, algo__advantage__is_correction_level="token"
+    )
+    with warm_engines(parse(arguments)) as engines:
+        assert ray.get(engines[0].speculative_method.remote()) == "custom_class"
+        train(arguments, engines)
+    first, *others = history(tmp_path / "tensorboard")
+    assert spec(first, "reused_tokens") == 0 and sum(spec(step, "reused_tokens") for step in others) > 0
+    assert all(step["train/rollout_logprob_difference"] < 1e-4 for step in (first, *others))

@@ -123,3 +123,16 @@ def test_on_the_command_line_it_is_json(tmp_path, config):
 def test_what_no_engine_would_see_is_refused(tmp_path, changes, named):
     with pytest.raises(ValueError, match=named):
         settings(tmp_path, **ENGINE | changes)
+
+
+def test_an_engine_that_loses_the_temperature_of_drafts_is_refused(tiny_model, tmp_path, monkeypatch):
+    """As vLLM 0.29's CPU build does, before the tests repair it."""
+    import vllm.utils.cpu_triton_utils as kernels
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("kernels of a GPU are right")
+    monkeypatch.setattr(kernels.expand_kernel, "func", kernels._expand_kernel_impl)
+    config = settings(tmp_path, **ENGINE, spec_vllm_speculative_config=repeater.SPECULATIVE_CONFIG)
+    with pytest.raises(ValueError, match="loses the temperature of drafted tokens"):
+        build(tiny_model, config)

@@ -16,7 +16,7 @@ def repair() -> None:
         return
     # Packed linear weights are made once, when the model is loaded: a later weight update leaves them stale.
     custom_ops._supports_onednn = False
-    _expand_any_type()
+    expand_any_type()
     engine = generation.LLM
 
     # TRL passes neither dtype nor eager mode: the engine would be bf16, six times slower here, and compile for minutes.
@@ -29,7 +29,7 @@ def repair() -> None:
     generation.LLM = cpu_engine
 
 
-def _expand_any_type() -> None:
+def expand_any_type() -> None:
     """Speculative decoding spreads each row's temperature over its draft tokens, as whole numbers and into a copy."""
     import vllm.utils.cpu_triton_utils as kernels
 

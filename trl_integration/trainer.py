@@ -45,7 +45,7 @@ from trl_integration.checks import UnsupportedSetting, check_config, check_train
 from trl_integration.config import SpecRolloutArguments
 from trl_integration.continuous_batching import recorded_generate_batch
 from trl_integration.distribution import SampledDistribution
-from trl_integration.engine_settings import engine_settings
+from trl_integration.engine_settings import engine_settings, refuse_wrong_drafting
 from trl_integration.hidden_states import last_hidden_states
 from trl_integration.padding import by_length, depends_on_width, logprobs_by_length, pad
 from trl_integration.ranks import EngineRanks, TrainingRanks
@@ -121,6 +121,8 @@ class SpecRolloutMixin:
         drafting = config.spec_vllm_speculative_config
         with engine_settings(speculative_config=drafting) if drafting else nullcontext():
             super().__init__(*args, **kwargs)
+        if drafting:
+            refuse_wrong_drafting()
         if not active:
             return
         check_trainer(self)
