@@ -117,6 +117,7 @@ def test_on_the_command_line_it_is_json(tmp_path, config):
             "vllm serve --speculative-config",
         ),
         (dict(spec_vllm_speculative_config=repeater.SPECULATIVE_CONFIG, use_vllm=False), "use_vllm=True"),
+        (dict(spec_vllm_speculative_config=repeater.SPECULATIVE_CONFIG, min_p=0.1), "min_p"),
     ],
     ids=lambda value: None,
 )

@@ -198,6 +198,8 @@ class SpecRolloutArguments:
                 f"`{name}` is for an engine in this process: set `use_vllm=True` and `vllm_mode='colocate'`. A server "
                 "is told when it is started: `vllm serve --speculative-config`."
             )
+        if self.min_p:  # type: ignore[attr-defined]
+            raise ValueError(f"`{name}` with `min_p`, which vLLM does not know of draft tokens: leave one of them out.")
 
     def reuse_policy(self) -> ReusePolicy:
         """The core's policy of these settings."""
