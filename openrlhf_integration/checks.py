@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from specrl_plugins.vllm_drafting import check_speculative_config
+
 logger = logging.getLogger(__name__)
 
 
@@ -38,6 +40,11 @@ def check_args(args: Any) -> None:
 def _unsupported_settings(args: Any) -> Iterator[str]:
     if not args.vllm.num_engines:
         yield "`--vllm.num_engines 0`: vLLM is what verifies, judges and continues. Set it to 1 or more."
+    if args.spec.vllm_speculative_config is not None:
+        try:
+            check_speculative_config(args.spec.vllm_speculative_config, args.vllm.enable_sleep)
+        except ValueError as error:
+            yield f"`--spec.vllm_speculative_config`: it {error}"
     if args.train.partial_rollout_enable:
         yield (
             "`--train.partial_rollout_enable`: its responses mix the policies of several steps, so that stored "

@@ -230,7 +230,7 @@ def split_arguments(arguments: list[str]) -> tuple[SpecSettings | None, list[str
     except ValueError as error:
         parser.error(str(error))
     active = settings.use_spec_rollout or settings.prune
-    if settings.vllm_speculative_config and not active:
+    if settings.vllm_speculative_config is not None and not active:
         parser.error("--spec.vllm_speculative_config comes with --use_spec_rollout or --spec.prune")
     return (settings if active else None), rest
 

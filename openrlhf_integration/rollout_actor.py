@@ -88,7 +88,7 @@ class SpecRolloutActor(plain(RolloutRayActor)):
             kwargs["logprobs_mode"] = "raw_logprobs"
         if self._rules.pruning is not None:
             kwargs["max_logprobs"] = max(kwargs.get("max_logprobs", TOP), TOP)
-        if self._rules.speculative_config:
+        if self._rules.speculative_config is not None:
             kwargs["speculative_config"] = self._rules.speculative_config
         await super().__init__(*args, **kwargs)
         self._reads_cache = may_read_cache(self.llm.vllm_config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -173,6 +174,21 @@ def test_pruning_alone_takes_what_only_reuse_refuses(tiny_model, tmp_path, capsy
     printed = capsys.readouterr().out
     assert "Online pruning: 8 responses to a prompt start and 4 of them survive" in printed
     assert "Speculative rollouts" not in printed
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "why"),
+    [
+        ({}, {}, "not {}"),
+        ({"method": "suffix", "num_speculative_tokens": 200}, {}, "at most 128"),
+        ({"model": "small"}, dict(vllm__enable_sleep=True, train__colocate_all=True), "would not come back"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_drafts_that_would_fail_later_are_refused(tiny_model, tmp_path, config, changes, why):
+    drafting = ["--use_spec_rollout", "--spec.vllm_speculative_config", json.dumps(config)]
+    with pytest.raises(UnsupportedSetting, match=why):
+        parse(flags(tiny_model, tmp_path, *drafting, **changes))
 
 
 def test_one_episode_is_warned_of(tiny_model, tmp_path, caplog):

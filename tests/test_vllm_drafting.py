@@ -111,13 +111,24 @@ def test_on_the_command_line_it_is_json(tmp_path, config):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (dict(spec_vllm_speculative_config="suffix"), "a dictionary or JSON of one, not 'suffix'"),
+        (dict(spec_vllm_speculative_config="suffix"), "a dictionary or JSON of one, as vLLM takes it, not 'suffix'"),
+        (dict(spec_vllm_speculative_config={}), "not {}"),
+        (dict(spec_vllm_speculative_config={"method": "suffix", "num_speculative_tokens": 200}), "at most 128"),
+        (dict(spec_vllm_speculative_config={"model": "small"}, vllm_enable_sleep_mode=True), "would not come back"),
         (
             dict(spec_vllm_speculative_config=repeater.SPECULATIVE_CONFIG, vllm_mode="server"),
             "vllm serve --speculative-config",
         ),
         (dict(spec_vllm_speculative_config=repeater.SPECULATIVE_CONFIG, use_vllm=False), "use_vllm=True"),
         (dict(spec_vllm_speculative_config=repeater.SPECULATIVE_CONFIG, min_p=0.1), "min_p"),
+        (
+            dict(
+                spec_vllm_speculative_config=repeater.SPECULATIVE_CONFIG,
+                generation_kwargs={"logit_bias": {5: 3.0}},
+                use_spec_rollout=False,
+            ),
+            "logit_bias",
+        ),
     ],
     ids=lambda value: None,
 )

@@ -11,6 +11,7 @@ from trl import GRPOConfig, RLOOConfig
 
 from specrl_plugins import ReusePolicy, ReuseRule
 from specrl_plugins.pruning import PruningSettings
+from specrl_plugins.vllm_drafting import check_speculative_config
 
 
 @dataclass
@@ -191,15 +192,19 @@ class SpecRolloutArguments:
         name, config = "spec_vllm_speculative_config", self.spec_vllm_speculative_config
         if config is None:
             return
-        if not isinstance(config, dict):  # a string in braces was read as JSON before
-            raise ValueError(f"`{name}` is a dictionary or JSON of one, not {config!r}.")
+        try:
+            check_speculative_config(config, self.vllm_enable_sleep_mode)  # type: ignore[attr-defined]
+        except ValueError as error:
+            raise ValueError(f"`{name}` {error}") from error
         if not self.use_vllm or self.vllm_mode != "colocate":  # type: ignore[attr-defined]
             raise ValueError(
                 f"`{name}` is for an engine in this process: set `use_vllm=True` and `vllm_mode='colocate'`. A server "
                 "is told when it is started: `vllm serve --speculative-config`."
             )
-        if self.min_p:  # type: ignore[attr-defined]
-            raise ValueError(f"`{name}` with `min_p`, which vLLM does not know of draft tokens: leave one of them out.")
+        if self.min_p or "logit_bias" in (self.generation_kwargs or {}):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"`{name}` with `min_p` or `logit_bias`, which vLLM does not apply to draft tokens. Leave either out."
+            )
 
     def reuse_policy(self) -> ReusePolicy:
         """The core's policy of these settings."""

@@ -119,9 +119,9 @@ class SpecRolloutMixin:
         if active:
             check_config(config)
         drafting = config.spec_vllm_speculative_config
-        with engine_settings(speculative_config=drafting) if drafting else nullcontext():
+        with nullcontext() if drafting is None else engine_settings(speculative_config=drafting):
             super().__init__(*args, **kwargs)
-        if drafting:
+        if drafting is not None:
             refuse_wrong_drafting()
         if not active:
             return
