@@ -11,6 +11,7 @@ import re
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def write_summary(output: Path, command: str, commit: str | None = None) -> None
     `spec/new_reward_fraction` until then (`new`). `with_drafts` and `without`, for a setting that has steps of both
     kinds (the guard's pauses): how many of each, their mean seconds, what they taught, as a share of what plain's
     steps of the same number and seed did (`null` where those lost), and the mean of `spec/new_reward_fraction` in
-    them; all but the first step of each seed.
+    them; all but the first step of each seed, with standard errors.
 
     Args:
         output (`Path`): the `--output` of the runs.
@@ -295,13 +296,21 @@ def _by_drafts(setting: dict[str, Any], plain: dict[str, Any]) -> dict[str, dict
     for kind, steps in kinds.items():
         seconds, gained, plain_gained, news = zip(*steps, strict=True)
         news = [new for new in news if new is not None]
+        apart = [own - plain for own, plain in zip(gained, plain_gained, strict=True)]
+        rises = sum(plain_gained) > 0
         found[kind] = {
             "steps": len(steps),
             "step_s": statistics.mean(seconds),
-            "taught": sum(gained) / sum(plain_gained) if sum(plain_gained) > 0 else None,
+            "step_s_error": _standard_error(seconds),
+            "taught": sum(gained) / sum(plain_gained) if rises else None,
+            "taught_error": _standard_error(apart) / statistics.mean(plain_gained) if rises else None,
             "new": statistics.mean(news) if news else None,
         }
     return found
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _whole(setting: dict[str, Any]) -> list[dict[str, list[Any]]]:

@@ -121,7 +121,7 @@ class VerificationGuard:
 def _step_cost(batches: deque[RolloutCounts]) -> float:
     """Seconds of a step for each completion token that is trained on: the mean without the quickest and the slowest.
 
-    A median would leave out the steps in which most rows start afresh, which are a third of those with drafts at most.
+    A median would leave out the steps in which most rows start afresh, every third with a carry-over limit of 2.
     """
     costs = sorted(counts.step_s / counts.trained_tokens for counts in batches)
     return statistics.mean(costs[1:-1] or costs)
