@@ -104,7 +104,8 @@ def test_a_job_on_two_nodes(cluster, tiny_model, tmp_path):
     work.mkdir()
     for package in ("openrlhf_integration", "specrl_plugins"):
         shutil.copytree(ROOT / package, work / package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "tests" / "openrlhf_runs.py", work)
+    for module in ("openrlhf_runs.py", "vllm_cpu.py"):
+        shutil.copy(ROOT / "tests" / module, work)
     (work / "job.py").write_text(JOB)
     line = flags(
         tiny_model,

@@ -986,7 +986,7 @@ def test_all_settings_are_command_line_flags():
 def test_every_setting_has_help():
     fields = SpecGRPOConfig.__dataclass_fields__.values()
     ours = [field for field in fields if field.name.startswith(("spec_", "use_spec"))]
-    assert len(ours) == 16
+    assert len(ours) == 17
     assert all(field.metadata.get("help") for field in ours)
 
 
