@@ -25,13 +25,14 @@ REPLAYED = "spec-rl-512-rows-0.67-reused-900-tokens"  # the setting that the fig
 MOST_REPLAYED = "spec-rl-2048-rows-0.67-reused-900-tokens"
 # The folders of `train_side_by_side.py`, by the names of their tables in `docs/results.md` and of their charts there.
 TRAININGS = {
+    "sweep": "sweep-h200",
     "low-rate": "low-rate-h200",
     "training": "train-h200",
     "guard": "guard-h200",
     "lenience": "lenience-h200",
     "pruning": "pruning-h200",
 }
-LOW_RATE, HIGH_RATE, PRUNED = TRAININGS["low-rate"], TRAININGS["training"], TRAININGS["pruning"]
+DEFAULTS, LOW_RATE, HIGH_RATE, PRUNED = (TRAININGS[name] for name in ("sweep", "low-rate", "training", "pruning"))
 REPLAY_COMMAND = "python benchmarks/replay_rollouts.py --output benchmarks/results/replay-h200"
 
 Path_ = tuple[str | int, ...]
@@ -74,7 +75,7 @@ def _trl(plain: Path_, reuse: Path_) -> Place:
     return Place("trl-h200", ("runs", *plain), ("runs", *reuse))
 
 
-def _training(value: Path_, over: Path_ | None = None, directory: str = LOW_RATE) -> Place:
+def _training(value: Path_, over: Path_ | None = None, directory: str = DEFAULTS) -> Place:
     return Place(directory, ("settings", *value), ("settings", *over) if over else None)
 
 
@@ -147,7 +148,7 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
         [_replay("cold_over_plain"), _trl(("reuse", "cold", "rollout_s"), ("plain", "cold", "rollout_s"))],
     ),
     "step_speedup": (
-        "whole training step from the second epoch on, plain / the defaults of then",
+        "whole training step from the second epoch on, plain / the shipped defaults",
         ">= 1.5",
         [
             _training(("guard", "against_plain", "step_s")),
@@ -155,13 +156,13 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
         ],
     ),
     "time_to_reward": (
-        "seconds of training until 90% of plain's final reward, plain / the defaults of then",
+        "seconds of training until 90% of plain's final reward, plain / the shipped defaults",
         ">= 1.43",
         [_training(("guard", "against_plain", "seconds_to_0.9"))],
     ),
     "time_to_reward_80": ("the same until 80%", None, [_training(("guard", "against_plain", "seconds_to_0.8"))]),
     "final_reward": (
-        "expected reward after the last steps, the defaults of then / plain",
+        "expected reward after the last steps, the shipped defaults / plain",
         "within plain's spread",
         [_training(("guard", "final", "mean"), ("plain", "final", "mean"))],
     ),
@@ -174,6 +175,31 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
         "gain of expected reward by steps with drafts / by plain's steps of the same number",
         None,
         [_training(("guard", "with_drafts", "taught"))],
+    ),
+    "suffix_speedup": (
+        "rollouts with reuse from the second epoch on, without drafts of the engine / with vLLM's suffix decoding",
+        None,
+        [_training(("guard", "step", "rollout_s"), ("reuse+suffix", "step", "rollout_s"))],
+    ),
+    "step_speedup_pausing": (
+        "whole step, plain / the defaults with a guard that counted half of what is not new, and mostly paused",
+        ">= 1.5",
+        [_training(("guard", "against_plain", "step_s"), directory=LOW_RATE)],
+    ),
+    "time_to_reward_pausing": (
+        "seconds until 90% of plain's final reward, in the same runs",
+        ">= 1.43",
+        [_training(("guard", "against_plain", "seconds_to_0.9"), directory=LOW_RATE)],
+    ),
+    "final_reward_pausing": (
+        "expected reward after the last steps of the same runs, with reuse / plain",
+        "within plain's spread",
+        [_training(("guard", "final", "mean"), ("plain", "final", "mean"), LOW_RATE)],
+    ),
+    "draft_step_taught_pausing": (
+        "gain of expected reward by the steps with drafts of the same runs / by plain's of the same number",
+        None,
+        [_training(("guard", "with_drafts", "taught"), directory=LOW_RATE)],
     ),
     "step_speedup_high_rate": (
         "whole step, plain / reuse without the guard",

@@ -125,13 +125,15 @@ def test_training_runs_are_summed_up(tmp_path):
     compared = {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, reused)}
     trained(tmp_path / "train-h200", compared)
     guarded = {"guard": (3.0, 0.05, {"spec/generated_tokens": 600, "spec/reused_token_fraction": 0.4})}
-    trained(tmp_path / "low-rate-h200", compared | guarded)
+    trained(tmp_path / "sweep-h200", compared | guarded)
+    trained(tmp_path / "low-rate-h200", {"plain": compared["plain"], "guard": (5.0, 0.05, {})})
     assert summarise.pruning(tmp_path) is None
     pruned = {"plain+wide": (12.0, 0.05, {}), "plain+prune": (8.0, 0.05, judged), "prune": (5.0, 0.05, judged)}
     trained(tmp_path / "pruning-h200", compared | pruned)
     found = summarise.summarise(tmp_path)
     expected = {
         **{"step_speedup": 2.0, "time_to_reward": 2.0, "time_to_reward_80": 2.0, "final_reward": 1.0},
+        **{"step_speedup_pausing": 1.2, "time_to_reward_pausing": 1.2, "final_reward_pausing": 1.0},
         **{"step_speedup_high_rate": 1.5, "time_to_reward_80_high_rate": 1.5, "final_reward_high_rate": 1.0},
         **{"prune_step_speedup": 1.5, "reuse_step_speedup": 1.5, "both_step_speedup": 2.4, "head_auc": 0.75},
         "reuse_time_to_reward": 1.5,
