@@ -103,15 +103,17 @@ def test_what_is_sampled_with_drafts_is_the_policys_own(tiny_model, policy):
 @pytest.mark.parametrize("config", [SpecGRPOConfig, SpecRLOOConfig])
 def test_on_the_command_line_it_is_json(tmp_path, config):
     given = ["--output_dir", str(tmp_path), "--bf16", "false", "--use_vllm", "--vllm_mode", "colocate"]
-    given += ["--spec_vllm_speculative_config", '{"method": "suffix", "num_speculative_tokens": 16}']
+    given += ["--spec_vllm_speculative_config", '{"method": "ngram", "model": "7", "num_speculative_tokens": 16}']
     (args,) = trl.TrlParser(config).parse_args_and_config(given)
-    assert args.spec_vllm_speculative_config == {"method": "suffix", "num_speculative_tokens": 16}
+    assert args.spec_vllm_speculative_config == {"method": "ngram", "model": "7", "num_speculative_tokens": 16}
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         (dict(spec_vllm_speculative_config="suffix"), "a dictionary or JSON of one, as vLLM takes it, not 'suffix'"),
+        (dict(spec_vllm_speculative_config='{"method": "suffix"'), "JSON of one, as vLLM takes it, not"),
+        (dict(spec_vllm_speculative_config="[16]"), r"not \[16\]"),
         (dict(spec_vllm_speculative_config={}), "not {}"),
         (dict(spec_vllm_speculative_config={"method": "suffix", "num_speculative_tokens": 200}), "at most 128"),
         (dict(spec_vllm_speculative_config={"model": "small"}, vllm_enable_sleep_mode=True), "would not come back"),

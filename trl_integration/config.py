@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 from trl import GRPOConfig, RLOOConfig
 
@@ -48,7 +49,8 @@ class SpecRolloutArguments:
             teaches is worth. The pauses depend on timing: switch it off for runs that must repeat exactly.
         spec_vllm_speculative_config (`dict` or `str`, *optional*):
             What the colocated vLLM engine gets as its `speculative_config`, which TRL does not pass on: how it drafts
-            what is left to generate. vLLM samples from the policy all the same. Works with reuse and without.
+            what is left to generate. vLLM samples from the policy all the same. Works with reuse and without. Where
+            many rows of a small model are generated at once, it takes longer than it saves.
         spec_prune (`bool`, *optional*, defaults to `False`):
             Whether to prune rollouts online: `num_generations` completions of a prompt are trained on, more are
             started, and those that look like teaching least are given up on the way. Works with reuse and without.
@@ -192,6 +194,9 @@ class SpecRolloutArguments:
         name, config = "spec_vllm_speculative_config", self.spec_vllm_speculative_config
         if config is None:
             return
+        if isinstance(config, str):
+            with suppress(ValueError):  # what is no JSON is refused below
+                config = self.spec_vllm_speculative_config = json.loads(config)
         try:
             check_speculative_config(config, self.vllm_enable_sleep_mode)  # type: ignore[attr-defined]
         except ValueError as error:
@@ -240,11 +245,7 @@ class SpecRolloutArguments:
 class SpecGRPOConfig(SpecRolloutArguments, GRPOConfig):
     """[`~trl.GRPOConfig`] with the settings of [`SpecRolloutArguments`]."""
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "spec_vllm_speculative_config"]
-
 
 @dataclass
 class SpecRLOOConfig(SpecRolloutArguments, RLOOConfig):
     """[`~trl.RLOOConfig`] with the settings of [`SpecRolloutArguments`]."""
-
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*RLOOConfig._VALID_DICT_FIELDS, "spec_vllm_speculative_config"]
