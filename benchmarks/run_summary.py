@@ -85,14 +85,15 @@ def write_summary(output: Path, command: str, commit: str | None = None) -> None
     `at_seconds`, the same of the last two steps when the quickest of all finished runs was through; `learned`, steps,
     seconds and generated tokens until the curve reaches 80% and 90% of plain's final value, each seed's own (`null`
     where it does not). `against_plain` are ratios above 1 where the setting is better: of these, where all finished
-    seeds got there in both, and of the seconds of a rollout and of a step and the tokens generated, each step.
-    `taught`, after a quarter, half, three quarters and all of the steps: how many steps plain took until it had as
-    much reward (both means over the finished seeds and three steps, between steps by a straight line; `null` where it
-    never had), in parts of the steps made (`steps`) and of the tokens generated (`tokens`), and beside it the mean of
-    `spec/new_reward_fraction` until then (`new`). `with_drafts` and `without`, for a setting that has steps of both
-    kinds (the guard's pauses): how many of each, their mean seconds, what they taught, as a share of what plain's
-    steps of the same number and seed did (`null` where those lost), and the mean of `spec/new_reward_fraction` in
-    them; all but the first step of each seed, with standard errors.
+    seeds got there in both, of the seconds of a rollout and of a step and the tokens generated, each step, and of the
+    last steps' reward (`final`), of the seeds that finished in both. `taught`, after a quarter, half, three quarters
+    and all of the steps: how many steps plain took until it had as much reward (both means over the seeds that finished
+    in both and three steps, between steps by a straight line; `null` where it never had), in parts of the steps made
+    (`steps`) and of the tokens generated (`tokens`), and beside it the mean of `spec/new_reward_fraction` until then
+    (`new`). `with_drafts` and `without`, for a setting that has steps of both kinds (the guard's pauses): how many of
+    each, their mean seconds, what they taught, as a share of what plain's steps of the same number and seed did (`null`
+    where those lost), and the mean of `spec/new_reward_fraction` in them; all but the first step of each seed, with
+    standard errors.
 
     Args:
         output (`Path`): the `--output` of the runs.
@@ -181,8 +182,8 @@ def _setting(directory: Path, seeds: dict[str, list[dict[str, Any]]]) -> dict[st
     measured = "policy" if all("policy" in curve for curve in curves.values()) else "reward"
     finished = sorted(directory.glob("seed-*/finished.json"))
     # A run that was cut off has no end to speak of, unless all were.
-    whole = [curves[path.parent.name][measured] for path in finished] or [curve[measured] for curve in curves.values()]
-    length = min(map(len, whole))
+    whole = [curves[path.parent.name] for path in finished] or list(curves.values())
+    length = min(len(curve[measured]) for curve in whole)
     return {
         "steps": [len(steps) for steps in seeds.values()],
         "finished": [path.parent.name for path in finished],
@@ -193,9 +194,9 @@ def _setting(directory: Path, seeds: dict[str, list[dict[str, Any]]]) -> dict[st
         # Each generated token is trained on so many times.
         "uses": sum(e["trained_tokens"] for e in every) / sum(e["spec/generated_tokens"] for e in every),
         "measured": measured,
-        "final": _spread([statistics.mean(values[-LAST_STEPS:]) for values in whole]),
+        "final": _spread([_end(curve, measured) for curve in whole]),
         "at_step": {
-            str(step): _spread([values[step - 1] for values in whole])
+            str(step): _spread([curve[measured][step - 1] for curve in whole])
             for step in sorted({max(1, length * quarter // 4) for quarter in (1, 2, 3)})
         },
         "curves": curves,
@@ -249,6 +250,9 @@ def _compare(setting: dict[str, Any], plain: dict[str, Any]) -> None:
     for name in ("rollout_s", "step_s", "generated"):
         if name in setting["step"] and name in plain["step"]:
             ratios[name] = plain["step"][name] / setting["step"][name]
+    if both := [seed for seed in setting["finished"] if seed in plain["finished"]]:
+        ends = [[_end(runs["curves"][seed], runs["measured"]) for seed in both] for runs in (setting, plain)]
+        ratios["final"] = sum(ends[0]) / sum(ends[1])
     setting["against_plain"] = ratios
     setting["taught"] = _taught(setting, plain)
     setting |= _by_drafts(setting, plain)
@@ -256,10 +260,12 @@ def _compare(setting: dict[str, Any], plain: dict[str, Any]) -> None:
 
 def _taught(setting: dict[str, Any], plain: dict[str, Any]) -> dict[str, dict[str, float | None]]:
     """See [`write_summary`]."""
-    measured = setting["measured"]
-    reached = list(accumulate(_smooth(_mean_curve(plain, measured)), max))
-    rewards, generated = _smooth(_mean_curve(setting, measured)), _mean_curve(setting, "generated")
-    plain_tokens = _mean_curve(plain, "generated")
+    measured, own, others = setting["measured"], _whole(setting), _whole(plain)
+    # Seeds differ in how fast they learn, and a setting may have fewer of them than plain.
+    others = {seed: curve for seed, curve in others.items() if seed in own} or others
+    reached = list(accumulate(_smooth(_mean_curve(others, measured)), max))
+    rewards, generated = _smooth(_mean_curve(own, measured)), _mean_curve(own, "generated")
+    plain_tokens = _mean_curve(others, "generated")
     taught = {}
     for made in sorted({max(1, len(rewards) * quarter // 4) for quarter in (1, 2, 3, 4)}):
         beyond = rewards[made - 1] > reached[-1]
@@ -268,7 +274,7 @@ def _taught(setting: dict[str, Any], plain: dict[str, Any]) -> dict[str, dict[st
             "steps": after and after / made,
             "tokens": after and after * plain_tokens[-1] / len(plain_tokens) / generated[made - 1],
         }
-        news = [new for curve in _whole(setting) for new in curve.get("new", [])[:made] if new is not None]
+        news = [new for curve in own.values() for new in curve.get("new", [])[:made] if new is not None]
         if news:
             taught[str(made)]["new"] = statistics.mean(news)
     return taught
@@ -309,18 +315,22 @@ def _by_drafts(setting: dict[str, Any], plain: dict[str, Any]) -> dict[str, dict
     return found
 
 
+def _end(curve: dict[str, list[float]], measured: str) -> float:
+    return statistics.mean(curve[measured][-LAST_STEPS:])
+
+
 def _standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def _whole(setting: dict[str, Any]) -> list[dict[str, list[Any]]]:
+def _whole(setting: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
     """The curves of the seeds that finished; of all where none did."""
-    return [setting["curves"][seed] for seed in setting["finished"] or setting["curves"]]
+    return {seed: setting["curves"][seed] for seed in setting["finished"] or setting["curves"]}
 
 
-def _mean_curve(setting: dict[str, Any], kind: str) -> list[float]:
+def _mean_curve(curves: dict[str, dict[str, list[Any]]], kind: str) -> list[float]:
     """Mean over seeds, as long as the shortest of them."""
-    return [statistics.mean(values) for values in zip(*(curve[kind] for curve in _whole(setting)), strict=False)]
+    return [statistics.mean(values) for values in zip(*(curve[kind] for curve in curves.values()), strict=False)]
 
 
 def _smooth(values: list[float]) -> list[float]:

@@ -26,13 +26,15 @@ MOST_REPLAYED = "spec-rl-2048-rows-0.67-reused-900-tokens"
 # The folders of `train_side_by_side.py`, by the names of their tables in `docs/results.md` and of their charts there.
 TRAININGS = {
     "sweep": "sweep-h200",
+    "suffix": "suffix-h200",
     "low-rate": "low-rate-h200",
     "training": "train-h200",
     "guard": "guard-h200",
     "lenience": "lenience-h200",
     "pruning": "pruning-h200",
 }
-DEFAULTS, LOW_RATE, HIGH_RATE, PRUNED = (TRAININGS[name] for name in ("sweep", "low-rate", "training", "pruning"))
+DEFAULTS, SUFFIX, LOW_RATE = (TRAININGS[name] for name in ("sweep", "suffix", "low-rate"))
+HIGH_RATE, PRUNED = (TRAININGS[name] for name in ("training", "pruning"))
 REPLAY_COMMAND = "python benchmarks/replay_rollouts.py --output benchmarks/results/replay-h200"
 
 Path_ = tuple[str | int, ...]
@@ -162,9 +164,9 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
     ),
     "time_to_reward_80": ("the same until 80%", None, [_training(("guard", "against_plain", "seconds_to_0.8"))]),
     "final_reward": (
-        "expected reward after the last steps, the shipped defaults / plain",
+        "expected reward after the last steps, the shipped defaults / plain, of the same seeds",
         "within plain's spread",
-        [_training(("guard", "final", "mean"), ("plain", "final", "mean"))],
+        [_training(("guard", "against_plain", "final"))],
     ),
     "draft_step_speedup": (
         "whole step of those runs while the guard pauses / with drafts",
@@ -176,10 +178,30 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
         None,
         [_training(("guard", "with_drafts", "taught"))],
     ),
+    "step_speedup_another_seed": (
+        "`step_speedup` of another seed, on another machine",
+        ">= 1.5",
+        [_training(("guard", "against_plain", "step_s"), directory=SUFFIX)],
+    ),
+    "time_to_reward_another_seed": (
+        "`time_to_reward` of the same",
+        ">= 1.43",
+        [_training(("guard", "against_plain", "seconds_to_0.9"), directory=SUFFIX)],
+    ),
+    "final_reward_another_seed": (
+        "`final_reward` of the same",
+        "within plain's spread",
+        [_training(("guard", "against_plain", "final"), directory=SUFFIX)],
+    ),
+    "draft_step_taught_another_seed": (
+        "`draft_step_taught` of the same",
+        None,
+        [_training(("guard", "with_drafts", "taught"), directory=SUFFIX)],
+    ),
     "suffix_speedup": (
         "rollouts with reuse from the second epoch on, without drafts of the engine / with vLLM's suffix decoding",
         None,
-        [_training(("guard", "step", "rollout_s"), ("reuse+suffix", "step", "rollout_s"))],
+        [_training(("guard", "step", "rollout_s"), ("reuse+suffix", "step", "rollout_s"), SUFFIX)],
     ),
     "step_speedup_pausing": (
         "whole step, plain / the defaults with a guard that counted half of what is not new, and mostly paused",
@@ -194,7 +216,7 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
     "final_reward_pausing": (
         "expected reward after the last steps of the same runs, with reuse / plain",
         "within plain's spread",
-        [_training(("guard", "final", "mean"), ("plain", "final", "mean"), LOW_RATE)],
+        [_training(("guard", "against_plain", "final"), directory=LOW_RATE)],
     ),
     "draft_step_taught_pausing": (
         "gain of expected reward by the steps with drafts of the same runs / by plain's of the same number",
@@ -214,7 +236,7 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
     "final_reward_high_rate": (
         "expected reward after the last steps, reuse without the guard / plain",
         "within plain's spread",
-        [_training(("reuse", "final", "mean"), ("plain", "final", "mean"), HIGH_RATE)],
+        [_training(("reuse", "against_plain", "final"), directory=HIGH_RATE)],
     ),
     "old_logprobs_speedup": (
         "TRL's pass for the old log-probs at SPEC-RL's lengths: all rows as wide as the longest / by length",
@@ -524,10 +546,12 @@ def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
         if not (path := results / directory / "summary.json").exists():
             continue
         curves = {name: setting["curves"] for name, setting in json.loads(path.read_text())["settings"].items()}
-        colours = dict(zip(curves, (blue, grey, orange, green, "#CC79A7", "#E69F00", "#56B4E9"), strict=False))
+        # What is compared first has the same colours in every chart.
+        names = sorted(curves, key=lambda name: (name != "plain", name not in ("guard", "reuse"), name))
+        colours = dict(zip(names, (grey, blue, orange, green, "#CC79A7", "#E69F00", "#56B4E9"), strict=False))
         figure, panels = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", sharey=True)
-        for name, seeds in curves.items():
-            for index, curve in enumerate(seeds.values()):
+        for name in names:
+            for index, curve in enumerate(curves[name].values()):
                 rewards = curve.get("policy", curve["reward"])
                 style = dict(color=colours.get(name, "black"), label=None if index else name, linewidth=1.2)
                 panels[0].plot(curve["seconds"], rewards, **style)

@@ -100,10 +100,10 @@ def test_the_charts_are_drawn(replayed, tmp_path):
     assert all((tmp_path / name).stat().st_size > 10_000 for name in drawn)
 
 
-def trained(output, runs, steps=10):
+def trained(output, runs, steps=10, seed=0):
     """A folder of finished training runs, by name: seconds of a step, reward gained by a step, more to log."""
     for name, (step_s, gain, more) in runs.items():
-        run = output / name / "seed-0"
+        run = output / name / f"seed-{seed}"
         run.mkdir(parents=True)
         lines = [
             {
@@ -126,6 +126,7 @@ def test_training_runs_are_summed_up(tmp_path):
     trained(tmp_path / "train-h200", compared)
     guarded = {"guard": (3.0, 0.05, {"spec/generated_tokens": 600, "spec/reused_token_fraction": 0.4})}
     trained(tmp_path / "sweep-h200", compared | guarded)
+    trained(tmp_path / "suffix-h200", compared | guarded)
     trained(tmp_path / "low-rate-h200", {"plain": compared["plain"], "guard": (5.0, 0.05, {})})
     assert summarise.pruning(tmp_path) is None
     pruned = {"plain+wide": (12.0, 0.05, {}), "plain+prune": (8.0, 0.05, judged), "prune": (5.0, 0.05, judged)}
@@ -133,6 +134,7 @@ def test_training_runs_are_summed_up(tmp_path):
     found = summarise.summarise(tmp_path)
     expected = {
         **{"step_speedup": 2.0, "time_to_reward": 2.0, "time_to_reward_80": 2.0, "final_reward": 1.0},
+        **{"step_speedup_another_seed": 2.0, "time_to_reward_another_seed": 2.0, "final_reward_another_seed": 1.0},
         **{"step_speedup_pausing": 1.2, "time_to_reward_pausing": 1.2, "final_reward_pausing": 1.0},
         **{"step_speedup_high_rate": 1.5, "time_to_reward_80_high_rate": 1.5, "final_reward_high_rate": 1.0},
         **{"prune_step_speedup": 1.5, "reuse_step_speedup": 1.5, "both_step_speedup": 2.4, "head_auc": 0.75},
@@ -160,6 +162,19 @@ def test_what_a_step_teaches_is_measured_in_steps_of_plain(tmp_path):
         assert after["new"] == 0.7
     assert settings["faster"]["taught"]["20"]["steps"] is None and "new" not in settings["faster"]["taught"]["20"]
     assert settings["plain"]["taught"]["10"] == {"steps": 1.0, "tokens": 1.0}
+
+
+def test_what_was_learned_is_set_against_plain_of_the_same_seeds(tmp_path):
+    """A seed that only plain has learns twice as fast, and another one was cut off with reuse."""
+    slow = {"plain": (6.0, 0.04, {}), "reuse": (4.0, 0.02, {})}
+    trained(tmp_path, slow, steps=20)
+    trained(tmp_path, {"plain": (6.0, 0.08, {})}, steps=20, seed=1)
+    trained(tmp_path, {"plain": (6.0, 0.08, {}), "reuse": (4.0, 0.08, {})}, steps=20, seed=2)
+    (tmp_path / "reuse" / "seed-2" / "finished.json").unlink()
+    run_summary.write_summary(tmp_path, "again", "abc")
+    reuse = json.loads((tmp_path / "summary.json").read_text())["settings"]["reuse"]
+    assert reuse["against_plain"]["final"] == pytest.approx(0.5)
+    assert [after["steps"] for after in reuse["taught"].values()] == pytest.approx([0.5] * 4, abs=0.03)
 
 
 def test_a_rollout_that_is_trained_on_twice_is_generated_once(tmp_path):
