@@ -169,7 +169,7 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
         [_training(("guard", "against_plain", "final"))],
     ),
     "draft_step_speedup": (
-        "whole step of those runs while the guard pauses / with drafts",
+        "whole step of those runs without drafts (the guard pauses, or compares) / with them",
         None,
         [_training(("guard", "without", "step_s"), ("guard", "with_drafts", "step_s"))],
     ),

@@ -28,7 +28,7 @@ class VerificationGuard:
             Batches of each kind that are measured before a verdict. It goes by the newest three times as many, where
             there are.
         repeated (`float`, *optional*, defaults to `0.75`):
-            What a reward that is that of last time teaches, in parts of what a new one does. Measured were 1 and 0.8
+            What a reward that is that of last time teaches, in parts of what a new one does. Measured were 0.4 to 1
             where the policy moved slowly, and next to nothing where it moved fast (`docs/method.md`, "Freshness").
         pause (`int`, *optional*, defaults to `4`):
             Batches of the first pause.
