@@ -27,14 +27,15 @@ MOST_REPLAYED = "spec-rl-2048-rows-0.67-reused-900-tokens"
 TRAININGS = {
     "sweep": "sweep-h200",
     "suffix": "suffix-h200",
+    "large-batch": "large-batch-h200",
     "low-rate": "low-rate-h200",
     "training": "train-h200",
     "guard": "guard-h200",
     "lenience": "lenience-h200",
     "pruning": "pruning-h200",
 }
-DEFAULTS, SUFFIX, LOW_RATE = (TRAININGS[name] for name in ("sweep", "suffix", "low-rate"))
-HIGH_RATE, PRUNED = (TRAININGS[name] for name in ("training", "pruning"))
+DEFAULTS, SUFFIX, LARGE_BATCH = (TRAININGS[name] for name in ("sweep", "suffix", "large-batch"))
+LOW_RATE, HIGH_RATE, PRUNED = (TRAININGS[name] for name in ("low-rate", "training", "pruning"))
 REPLAY_COMMAND = "python benchmarks/replay_rollouts.py --output benchmarks/results/replay-h200"
 
 Path_ = tuple[str | int, ...]
@@ -197,6 +198,26 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
         "`draft_step_taught` of the same",
         None,
         [_training(("guard", "with_drafts", "taught"), directory=SUFFIX)],
+    ),
+    "step_speedup_large_batch": (
+        "`step_speedup` of one seed with 1,024 responses a step in place of 512",
+        ">= 1.5",
+        [_training(("guard", "against_plain", "step_s"), directory=LARGE_BATCH)],
+    ),
+    "time_to_reward_large_batch": (
+        "`time_to_reward` of the same",
+        ">= 1.43",
+        [_training(("guard", "against_plain", "seconds_to_0.9"), directory=LARGE_BATCH)],
+    ),
+    "final_reward_large_batch": (
+        "`final_reward` of the same",
+        "within plain's spread",
+        [_training(("guard", "against_plain", "final"), directory=LARGE_BATCH)],
+    ),
+    "draft_step_taught_large_batch": (
+        "`draft_step_taught` of the same",
+        None,
+        [_training(("guard", "with_drafts", "taught"), directory=LARGE_BATCH)],
     ),
     "suffix_speedup": (
         "rollouts with reuse from the second epoch on, without drafts of the engine / with vLLM's suffix decoding",
