@@ -200,7 +200,7 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
         [_training(("guard", "with_drafts", "taught"), directory=SUFFIX)],
     ),
     "step_speedup_large_batch": (
-        "`step_speedup` of one seed with 1,024 responses a step in place of 512",
+        "`step_speedup` of one seed with 1,024 responses a step, to prompts that come back once in two steps",
         ">= 1.5",
         [_training(("guard", "against_plain", "step_s"), directory=LARGE_BATCH)],
     ),
