@@ -31,6 +31,7 @@ STEP = {
     "rollout_s": "stage/rollout_s",
     "lookup_s": "spec/time/lookup_s",
     "verify_s": "spec/time/verify_s",
+    "spared_s": "spec/time/spared_s",
     "generate_s": "spec/time/generate_s",
     "assemble_s": "assemble_s",
     "store_s": "stage/store_s",

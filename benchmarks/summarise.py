@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,10 @@ TRAININGS = {
     "lenience": "lenience-h200",
     "pruning": "pruning-h200",
 }
-DEFAULTS, SUFFIX = TRAININGS["sweep"], TRAININGS["suffix"]
-LARGE_BATCH, LARGE_BATCH_LENIENCE = TRAININGS["large-batch-seeds"], TRAININGS["large-batch"]
+LARGE_BATCH = (TRAININGS["large-batch-seeds"], TRAININGS["large-batch"])  # 1,024 responses a step
+DEFAULTS = (TRAININGS["sweep"], TRAININGS["suffix"])  # 512
 LOW_RATE, HIGH_RATE, PRUNED = (TRAININGS[name] for name in ("low-rate", "training", "pruning"))
+WITHIN_SPREAD = "within plain's spread"  # the goal of the reward after as many steps
 REPLAY_COMMAND = "python benchmarks/replay_rollouts.py --output benchmarks/results/replay-h200"
 
 Path_ = tuple[str | int, ...]
@@ -48,7 +50,7 @@ class Place:
     """Where a figure may be found.
 
     Args:
-        directory (`str`): below `benchmarks/results`; its `summary.json` is meant. `"*"` for whichever holds it.
+        directory (`str`): below `benchmarks/results`; its `summary.json` is meant.
         value (`Path_`): keys and indices that lead to it in there.
         over (`Path_`, *optional*): the figure is `value` divided by what this leads to.
     """
@@ -59,17 +61,89 @@ class Place:
 
     def read(self, results: Path) -> dict[str, Any] | None:
         """The figure with where it is from; `None` where it is not there."""
-        for path in sorted(results.glob(f"{self.directory}/summary.json")):
-            summary = json.loads(path.read_text())
-            value, over = _at(summary, self.value), _at(summary, self.over) if self.over else 1.0
-            if value is not None and over is not None:
-                return {
-                    "value": value / over if self.over else value,
-                    "source": f"benchmarks/results/{path.parent.name}/summary.json",
-                    "from": " / ".join(".".join(map(str, p)) for p in (self.value, self.over) if p),
-                    **_origin(summary, self.value, self.over),
-                }
-        return None
+        summary = _load(results, self.directory)
+        value, over = _at(summary, self.value), _at(summary, self.over) if self.over else 1.0
+        if value is None or over is None:
+            return None
+        return {
+            "value": value / over if self.over else value,
+            "from": _paths(self.value, self.over),
+            "origins": [_origin(self.directory, summary, self.value, self.over)],
+        }
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """A ratio over all seeds of several folders of `train_side_by_side.py`: their sum, divided by their sum.
+
+    Args:
+        directories (`tuple[str, ...]`): below `benchmarks/results`.
+        value, over (`Path_`): lead from `settings` to a value for each seed (a list), or to their mean, which then
+            counts once for each seed.
+    """
+
+    directories: tuple[str, ...]
+    value: Path_
+    over: Path_
+
+    def read(self, results: Path) -> dict[str, Any] | None:
+        """The figure with where it is from; `None` where a seed has not got it."""
+        summaries = {directory: _load(results, directory) for directory in self.directories}
+        sums = [[self._sum(summary, path) for summary in summaries.values()] for path in (self.value, self.over)]
+        if any(part is None for parts in sums for part in parts):
+            return None
+        return {
+            "value": sum(sums[0]) / sum(sums[1]),
+            "from": f"sums over seeds, {_paths(self.value, self.over)}",
+            "origins": [_origin(directory, summary) for directory, summary in summaries.items()],
+        }
+
+    @staticmethod
+    def _sum(summary: Any, path: Path_) -> float | None:
+        found, seeds = _at(summary, ("settings", *path)), _at(summary, ("settings", path[0], "steps"))
+        if isinstance(found, list):
+            return None if None in found else sum(found)
+        return None if found is None else found * len(seeds)
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A mean over folders of `train_side_by_side.py`, weighed by the squares of standard errors.
+
+    Args:
+        directories (`tuple[str, ...]`): below `benchmarks/results`.
+        value (`Path_`): leads from `settings` to the value; its error has the same name and `_error`.
+    """
+
+    directories: tuple[str, ...]
+    value: Path_
+
+    def read(self, results: Path) -> dict[str, Any] | None:
+        """The figure with its standard error, with the chi-squared of what it is the mean of, and where it is from."""
+        summaries = {directory: _load(results, directory) for directory in self.directories}
+        path = ("settings", *self.value)
+        values = [_at(summary, path) for summary in summaries.values()]
+        errors = [_at(summary, (*path[:-1], f"{path[-1]}_error")) for summary in summaries.values()]
+        if None in values or not all(errors):
+            return None
+        weights = [1 / error**2 for error in errors]
+        mean = sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
+        return {
+            "value": mean,
+            "error": sum(weights) ** -0.5,
+            "chi_squared": sum(w * (value - mean) ** 2 for w, value in zip(weights, values, strict=True)),
+            "from": f"{_paths(self.value)}, weighed by their errors",
+            "origins": [_origin(directory, summary) for directory, summary in summaries.items()],
+        }
+
+
+def _load(results: Path, directory: str) -> Any:
+    path = results / directory / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _paths(*paths: Path_ | None) -> str:
+    return " / ".join(".".join(map(str, path)) for path in paths if path)
 
 
 def _replay(name: str, setting: str = REPLAYED) -> Place:
@@ -80,16 +154,32 @@ def _trl(plain: Path_, reuse: Path_) -> Place:
     return Place("trl-h200", ("runs", *plain), ("runs", *reuse))
 
 
-def _training(value: Path_, over: Path_ | None = None, directory: str = DEFAULTS) -> Place:
+def _training(directory: str, value: Path_, over: Path_ | None = None) -> Place:
     return Place(directory, ("settings", *value), ("settings", *over) if over else None)
 
 
+def _against_plain(directories: tuple[str, ...]) -> dict[str, list[Place | Pooled]]:
+    """What the shipped defaults gained over plain, with all seeds of these folders."""
+    seconds = {share: [(run, "learned", share, "seconds") for run in ("plain", "guard")] for share in ("0.8", "0.9")}
+    steps = {stage: [(run, "step", stage) for run in ("plain", "guard")] for stage in ("rollout_s", "step_s")}
+    spread = [("plain", "final", kind) for kind in ("sd", "mean")]
+    return {
+        "rollout_speedup": [Pooled(directories, *steps["rollout_s"])],
+        "step_speedup": [Pooled(directories, *steps["step_s"])],
+        "time_to_reward": [Pooled(directories, *seconds["0.9"])],
+        "time_to_reward_80": [Pooled(directories, *seconds["0.8"])],
+        "final_reward": [Pooled(directories, ("guard", "final", "mean"), ("plain", "final", "mean"))],
+        "plain_spread": [_training(directories[0], *spread)],
+        "draft_step_speedup": [Pooled(directories, ("guard", "without", "step_s"), ("guard", "with_drafts", "step_s"))],
+    }
+
+
 def _pruned(*value: str) -> Place:
-    return _training(value, directory=PRUNED)
+    return _training(PRUNED, value)
 
 
 def _steps(slow: str, fast: str) -> Place:
-    return _training((slow, "step", "step_s"), (fast, "step", "step_s"), PRUNED)
+    return _training(PRUNED, (slow, "step", "step_s"), (fast, "step", "step_s"))
 
 
 def _openrlhf(stage: str) -> Place:
@@ -99,7 +189,9 @@ def _openrlhf(stage: str) -> Place:
 
 _CORE = ("now", 0, "caches", 0)
 
-FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
+_LARGE, _SMALL = _against_plain(LARGE_BATCH), _against_plain(DEFAULTS)
+
+FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] = {
     # name: what it is, its goal, where it may be found (best first)
     "rollout_speedup": (
         "rollout stage from the second epoch on, plain / reuse verified by the trainer (the default), all included",
@@ -152,134 +244,121 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
         "<= 1",
         [_replay("cold_over_plain"), _trl(("reuse", "cold", "rollout_s"), ("plain", "cold", "rollout_s"))],
     ),
+    "rollout_speedup_training": (
+        "rollout stage of training from the second epoch on, plain / the shipped defaults, 1,024 responses a step",
+        None,
+        _LARGE["rollout_speedup"],
+    ),
     "step_speedup": (
-        "whole training step from the second epoch on, plain / the shipped defaults",
+        "whole training step of the same, plain / the shipped defaults",
         ">= 1.5",
-        [
-            _training(("guard", "against_plain", "step_s")),
-            _trl(("plain", "warm", "step_s"), ("reuse", "warm", "step_s")),
-        ],
+        _LARGE["step_speedup"],
     ),
     "time_to_reward": (
-        "seconds of training until 90% of plain's final reward, plain / the shipped defaults",
+        "seconds until 90% of plain's reward at the end, plain / the shipped defaults, three seeds",
         ">= 1.43",
-        [_training(("guard", "against_plain", "seconds_to_0.9"))],
+        _LARGE["time_to_reward"],
     ),
-    "time_to_reward_80": ("the same until 80%", None, [_training(("guard", "against_plain", "seconds_to_0.8"))]),
+    "time_to_reward_80": ("the same until 80%", None, _LARGE["time_to_reward_80"]),
     "final_reward": (
-        "expected reward after the last steps, the shipped defaults / plain, of the same seeds",
-        "within plain's spread",
-        [_training(("guard", "against_plain", "final"))],
+        "expected reward after the last steps of the same, the shipped defaults / plain",
+        WITHIN_SPREAD,
+        _LARGE["final_reward"],
+    ),
+    "plain_spread": (
+        "standard deviation over two seeds of plain's, as a share of it",
+        None,
+        _LARGE["plain_spread"],
     ),
     "draft_step_speedup": (
-        "whole step of those runs without drafts (the guard pauses, or compares) / with them",
+        "whole step of the same runs without drafts (the first epoch's last step, the guard's) / with them",
         None,
-        [_training(("guard", "without", "step_s"), ("guard", "with_drafts", "step_s"))],
+        _LARGE["draft_step_speedup"],
+    ),
+    "rollout_speedup_training_512": (
+        "`rollout_speedup_training` with 512 responses a step, three seeds",
+        None,
+        _SMALL["rollout_speedup"],
+    ),
+    "step_speedup_512": (
+        "`step_speedup` of the same",
+        ">= 1.5",
+        _SMALL["step_speedup"],
+    ),
+    "time_to_reward_512": (
+        "`time_to_reward` of the same",
+        ">= 1.43",
+        _SMALL["time_to_reward"],
+    ),
+    "time_to_reward_80_512": (
+        "the same until 80%",
+        None,
+        _SMALL["time_to_reward_80"],
+    ),
+    "final_reward_512": (
+        "`final_reward` of the same",
+        WITHIN_SPREAD,
+        _SMALL["final_reward"],
+    ),
+    "plain_spread_512": (
+        "`plain_spread` of the same",
+        None,
+        _SMALL["plain_spread"],
+    ),
+    "draft_step_speedup_512": (
+        "`draft_step_speedup` of the same",
+        None,
+        _SMALL["draft_step_speedup"],
     ),
     "draft_step_taught": (
         "gain of expected reward by steps with drafts / by plain's steps of the same number",
         None,
-        [_training(("guard", "with_drafts", "taught"))],
+        [Weighed((*LARGE_BATCH, *DEFAULTS, LOW_RATE), ("guard", "with_drafts", "taught"))],
     ),
-    "step_speedup_another_seed": (
-        "`step_speedup` of another seed, on another machine",
-        ">= 1.5",
-        [_training(("guard", "against_plain", "step_s"), directory=SUFFIX)],
-    ),
-    "time_to_reward_another_seed": (
-        "`time_to_reward` of the same",
-        ">= 1.43",
-        [_training(("guard", "against_plain", "seconds_to_0.9"), directory=SUFFIX)],
-    ),
-    "final_reward_another_seed": (
-        "`final_reward` of the same",
-        "within plain's spread",
-        [_training(("guard", "against_plain", "final"), directory=SUFFIX)],
-    ),
-    "draft_step_taught_another_seed": (
-        "`draft_step_taught` of the same",
+    "step_without_drafts_taught": (
+        "the same of steps without drafts in the same runs",
         None,
-        [_training(("guard", "with_drafts", "taught"), directory=SUFFIX)],
+        [Weighed((*LARGE_BATCH, *DEFAULTS, LOW_RATE), ("guard", "without", "taught"))],
     ),
-    "step_speedup_large_batch": (
-        "`step_speedup` with 1,024 responses a step, to prompts that come back once in two steps; two seeds",
-        ">= 1.5",
-        [_training(("guard", "against_plain", "step_s"), directory=LARGE_BATCH)],
-    ),
-    "time_to_reward_large_batch": (
-        "`time_to_reward` of the same",
-        ">= 1.43",
-        [_training(("guard", "against_plain", "seconds_to_0.9"), directory=LARGE_BATCH)],
-    ),
-    "final_reward_large_batch": (
-        "`final_reward` of the same",
-        "within plain's spread",
-        [_training(("guard", "against_plain", "final"), directory=LARGE_BATCH)],
-    ),
-    "draft_step_taught_large_batch": (
-        "`draft_step_taught` of the same",
+    "rollout_speedup_lenience_0.5": (
+        "as `rollout_speedup_training_512`, plain / log-lenience 0.5 without a carry-over limit, which learns nothing",
         None,
-        [_training(("guard", "with_drafts", "taught"), directory=LARGE_BATCH)],
-    ),
-    "step_speedup_large_batch_another_seed": (
-        "`step_speedup_large_batch` of another seed, on another machine",
-        ">= 1.5",
-        [_training(("guard", "against_plain", "step_s"), directory=LARGE_BATCH_LENIENCE)],
-    ),
-    "time_to_reward_large_batch_another_seed": (
-        "`time_to_reward` of the same",
-        ">= 1.43",
-        [_training(("guard", "against_plain", "seconds_to_0.9"), directory=LARGE_BATCH_LENIENCE)],
-    ),
-    "final_reward_large_batch_another_seed": (
-        "`final_reward` of the same",
-        "within plain's spread",
-        [_training(("guard", "against_plain", "final"), directory=LARGE_BATCH_LENIENCE)],
-    ),
-    "draft_step_taught_large_batch_another_seed": (
-        "`draft_step_taught` of the same",
-        None,
-        [_training(("guard", "with_drafts", "taught"), directory=LARGE_BATCH_LENIENCE)],
+        [_training(DEFAULTS[0], ("lenience-0.5+carry-0", "against_plain", "rollout_s"))],
     ),
     "suffix_speedup": (
         "rollouts with reuse from the second epoch on, without drafts of the engine / with vLLM's suffix decoding",
         None,
-        [_training(("guard", "step", "rollout_s"), ("reuse+suffix", "step", "rollout_s"), SUFFIX)],
+        [_training(DEFAULTS[1], ("guard", "step", "rollout_s"), ("reuse+suffix", "step", "rollout_s"))],
     ),
     "step_speedup_pausing": (
         "whole step, plain / the defaults with a guard that counted half of what is not new, and mostly paused",
         ">= 1.5",
-        [_training(("guard", "against_plain", "step_s"), directory=LOW_RATE)],
+        [_training(LOW_RATE, ("guard", "against_plain", "step_s"))],
     ),
     "time_to_reward_pausing": (
         "seconds until 90% of plain's final reward, in the same runs",
         ">= 1.43",
-        [_training(("guard", "against_plain", "seconds_to_0.9"), directory=LOW_RATE)],
+        [_training(LOW_RATE, ("guard", "against_plain", "seconds_to_0.9"))],
     ),
     "final_reward_pausing": (
         "expected reward after the last steps of the same runs, with reuse / plain",
-        "within plain's spread",
-        [_training(("guard", "against_plain", "final"), directory=LOW_RATE)],
-    ),
-    "draft_step_taught_pausing": (
-        "gain of expected reward by the steps with drafts of the same runs / by plain's of the same number",
-        None,
-        [_training(("guard", "with_drafts", "taught"), directory=LOW_RATE)],
+        WITHIN_SPREAD,
+        [_training(LOW_RATE, ("guard", "against_plain", "final"))],
     ),
     "step_speedup_high_rate": (
         "whole step, plain / reuse without the guard",
         ">= 1.5",
-        [_training(("reuse", "against_plain", "step_s"), directory=HIGH_RATE)],
+        [_training(HIGH_RATE, ("reuse", "against_plain", "step_s"))],
     ),
     "time_to_reward_80_high_rate": (
         "seconds until 80% of plain's final reward, plain / reuse without the guard; 90% was not reached",
         None,
-        [_training(("reuse", "against_plain", "seconds_to_0.8"), directory=HIGH_RATE)],
+        [_training(HIGH_RATE, ("reuse", "against_plain", "seconds_to_0.8"))],
     ),
     "final_reward_high_rate": (
         "expected reward after the last steps, reuse without the guard / plain",
-        "within plain's spread",
-        [_training(("reuse", "against_plain", "final"), directory=HIGH_RATE)],
+        WITHIN_SPREAD,
+        [_training(HIGH_RATE, ("reuse", "against_plain", "final"))],
     ),
     "old_logprobs_speedup": (
         "TRL's pass for the old log-probs at SPEC-RL's lengths: all rows as wide as the longest / by length",
@@ -295,7 +374,7 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
     "reuse_time_to_reward": (
         "seconds of training until 90% of plain's final reward, in the same runs: plain / reuse",
         None,
-        [_training(("reuse", "against_plain", "seconds_to_0.9"), directory=PRUNED)],
+        [_training(PRUNED, ("reuse", "against_plain", "seconds_to_0.9"))],
     ),
     "both_step_speedup": (
         "all of 16 responses a prompt trained on / pruned to 8, with reuse",
@@ -336,6 +415,40 @@ FIGURES: dict[str, tuple[str, str | None, list[Place]]] = {
 }
 
 
+# What was to be reached: the figures that say whether it was, each with a word on what sets it apart.
+GOALS = {
+    "rollout stage from the second epoch on, plain / ours, two thirds reused, all included": {
+        "rollout_speedup": "512 responses ",
+        "rollout_speedup_engine": "verified by the engine ",
+        "rollout_speedup_2048": "2,048 responses ",
+        "rollout_speedup_2048_engine": "by the engine ",
+    },
+    "share of the limit: the engine's bare prefill of the drafts and decoding of the rest": {
+        "limit_share": "",
+        "limit_share_engine": "by the engine ",
+    },
+    "verification / a bare prefill of the same tokens": {
+        "verify_over_prefill": "",
+        "verify_over_prefill_engine": "by the engine ",
+    },
+    "rollout of the first epoch, where nothing is cached, ours / plain": {"cold_over_plain": ""},
+    "whole training step, plain / the shipped defaults": {
+        "step_speedup": "1,024 responses ",
+        "step_speedup_512": "512 responses ",
+    },
+    "reward after as many steps, the shipped defaults / plain": {
+        "final_reward": "1,024 responses ",
+        "final_reward_512": "512 responses ",
+    },
+    "seconds until 90% of plain's reward at the end, plain / the shipped defaults": {
+        "time_to_reward": "1,024 responses ",
+        "time_to_reward_512": "512 responses ",
+    },
+    "CPU seconds of the core for a million tokens, one core": {"core_seconds_per_million_tokens": ""},
+    "bytes on disk of a cached token": {"bytes_per_token": "new ", "bytes_per_token_in_use": "in use "},
+}
+
+
 def _at(summary: Any, path: Path_) -> Any:
     for key in path:
         try:
@@ -345,11 +458,11 @@ def _at(summary: Any, path: Path_) -> Any:
     return summary
 
 
-def _origin(summary: dict[str, Any], *paths: Path_ | None) -> dict[str, Any]:
-    """Command, commit, hardware and versions: what stands nearest to the figures in their file."""
+def _origin(directory: str, summary: dict[str, Any], *paths: Path_ | None) -> dict[str, Any]:
+    """A result file, with command, commit, hardware and versions: what stands nearest to the figures in it."""
     nearest: dict[str, Any] = {}
     commands: list[str] = []
-    for path in filter(None, paths):
+    for path in [path for path in paths if path] or [("settings",)]:
         nodes = [summary]
         for key in path[:-1]:
             nodes.append(nodes[-1][key])
@@ -362,6 +475,7 @@ def _origin(summary: dict[str, Any], *paths: Path_ | None) -> dict[str, Any]:
         ]
         commands += given[-1] if given and isinstance(given[-1], list) else given[-1:]
     return {
+        "source": f"benchmarks/results/{directory}/summary.json",
         "command": list(dict.fromkeys(commands)),
         "commit": nearest["commit"],
         "hardware": nearest["hardware"],
@@ -386,23 +500,22 @@ def summarise(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
     summary = {}
     for name, (what, goal, places) in FIGURES.items():
         if found := next((entry for place in places if (entry := place.read(results))), None):
-            if isinstance(found["value"], float):
-                found["value"] = float(f"{found['value']:.4g}")
-            summary[name] = {"what": what, **({"goal": goal} if goal else {}), **found}
+            rounded = {key: float(f"{value:.4g}") for key, value in found.items() if isinstance(value, float)}
+            summary[name] = {"what": what, **({"goal": goal} if goal else {}), **found, **rounded}
     return summary
 
 
 def pruning(results: Path = RESULTS) -> dict[str, Any] | None:
     """What the runs with pruning, and those that they are compared with, showed; `None` where there are none."""
-    path = results / PRUNED / "summary.json"
-    settings = json.loads(path.read_text())["settings"] if path.exists() else {}
+    summary = _load(results, PRUNED)
+    settings = summary["settings"] if summary else {}
     if not any("head_auc" in setting["drift"] for setting in settings.values()):
         return None
     figures = summarise(results)
     names = ("prune_step_speedup", "reuse_step_speedup", "both_step_speedup", "head_auc")
     return {
         **{name: figures[name]["value"] for name in names if name in figures},
-        **_origin(json.loads(path.read_text()), ("settings",)),
+        **_origin(PRUNED, summary),
         "rewards": {name: setting["curves"] for name, setting in settings.items()},
         "tokens": {n: {k: s["step"].get(k) for k in ("tokens", "generated")} for n, s in settings.items()},
         "seconds": {n: {k: v for k, v in s["step"].items() if k.endswith("_s")} for n, s in settings.items()},
@@ -445,32 +558,112 @@ def stages(results: Path = RESULTS) -> dict[str, tuple[float, float, float, floa
 def tables(results: Path = RESULTS) -> dict[str, str]:
     """The tables of `docs/results.md`, by name."""
     return {
+        "goals": _goals(summarise(results)),
         "figures": _figures(summarise(results)),
-        "stages": _stages(stages(results)),
+        "core": _core(results),
+        "stages": _stages(stages(results), results),
+        "step-stages": _step_stages(results),
         "replay": _replayed(results),
         **{name: _trained(results, directory, f"{name}.png") for name, directory in TRAININGS.items()},
     }
 
 
+def _goals(summary: dict[str, dict[str, Any]]) -> str:
+    """What was to be reached, and whether it was."""
+    lines = [["goal", "", "measured"]]
+    for what, names in GOALS.items():
+        goal = FIGURES[next(iter(names))][1]
+        found = [
+            f"{label}{_shown(summary[name])} ({'reached' if _reached(summary, name) else 'missed'})"
+            for name, label in names.items()
+            if name in summary
+        ]
+        lines.append([what, goal or "", "; ".join(found) or "not yet"])
+    return _markdown(lines)
+
+
+def _reached(summary: dict[str, dict[str, Any]], name: str) -> bool:
+    value, goal = summary[name]["value"], summary[name]["goal"]
+    if goal == WITHIN_SPREAD:
+        return value >= 1 - summary[name.replace("final_reward", "plain_spread")]["value"]
+    relation, bound = goal.split()
+    return value >= float(bound) if relation == ">=" else value <= float(bound)
+
+
+def _core(results: Path) -> str:
+    if (summary := _load(results, "core")) is None:
+        return "Not measured yet."
+    parts = ("look up", "accept", "assemble", "store", "all")
+    lines = [["trajectories held", "processes", *(f"{part}, s" for part in parts), "bytes a token, new", "in use"]]
+    for measured in summary["now"]:
+        for cache in measured["caches"]:
+            for run in cache["runs"]:
+                seconds = run["seconds_a_million_tokens"]
+                disk = (cache[f"bytes_a_token_{when}"] for when in ("when_new", "after_rollouts"))
+                lines.append(
+                    [
+                        f"{cache['held']:,}",
+                        str(run["processes"]),
+                        *(f"{seconds[part]['cpu_s']['median']:.4g}" for part in parts),
+                        *(f"{size:.4g}" for size in disk),
+                    ]
+                )
+    return f"{_commands([measured['command'] for measured in summary['now']])}\n\n{_markdown(lines)}"
+
+
+def _step_stages(results: Path) -> str:
+    """Seconds and tokens of the parts of a training step."""
+    parts = {
+        **{"look up": "lookup_s", "verify": "verify_s", "spared": "spared_s", "generate": "generate_s"},
+        **{"assemble": "assemble_s", "rollout": "rollout_s", "store": "store_s", "weight sync": "sync_s"},
+        **{"old log-probs": "old_logprobs_s", "rewards": "rewards_s", "update": "update_s", "step": "step_s"},
+    }
+    lines = [["run", "seeds", "drafted tokens", *(f"{part}, s" for part in parts)]]
+    for directory in LARGE_BATCH:
+        for name, setting in (_load(results, directory) or {"settings": {}})["settings"].items():
+            step = setting["step"]
+            drafted = f"{step['drafted']:,.0f}" if "drafted" in step else ""
+            seconds = [f"{step[stage]:.3g}" if stage in step else "" for stage in parts.values()]
+            lines.append([f"`{name}`", ", ".join(seed[5:] for seed in setting["curves"]), drafted, *seconds])
+    return _markdown(lines)
+
+
 def _figures(summary: dict[str, dict[str, Any]]) -> str:
-    """A table for each result file, with its command above it."""
-    parts = []
-    origins = {(entry["source"], *entry["command"]): entry for entry in summary.values()}
-    for origin, first in origins.items():
-        mine = {name: e for name, e in summary.items() if (e["source"], *e["command"]) == origin}
-        versions = ", ".join(f"{package} {version}" for package, version in first["versions"].items())
-        source = f"[`{first['source'].removeprefix('benchmarks/')}`](../{first['source']})"
-        parts.append(f"{source}: {first['hardware']}; {versions}; commit {first['commit']}")
-        parts.append("\n".join(f"    {command}" for command in first["command"]))
+    """A table for each result file, or several of them together, with their commands above it."""
+    parts, shown = [], []
+    groups: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for name, entry in summary.items():
+        key = tuple((origin["source"], *origin["command"]) for origin in entry["origins"])
+        groups.setdefault(key, {})[name] = entry
+    for group in groups.values():
+        origins = next(iter(group.values()))["origins"]
+        new = [origin for origin in origins if origin not in shown]
+        parts += [_run(origin) for origin in new] or [f"Of {', '.join(map(_source, origins))}, as above:"]
+        shown += new
         rows = [["figure", "value", "goal", "what it is"]]
-        rows += [[f"`{n}`", _shown(e["value"]), e.get("goal", ""), e["what"]] for n, e in mine.items()]
+        rows += [[f"`{n}`", _shown(e), e.get("goal", ""), e["what"]] for n, e in group.items()]
         parts.append(_markdown(rows))
     if missing := [f"`{name}`" for name in FIGURES if name not in summary]:
         parts.append(f"Not measured yet: {', '.join(missing)}.")
     return "\n\n".join(parts)
 
 
-def _stages(rows: dict[str, tuple[float, float, float, float]]) -> str:
+def _source(origin: dict[str, Any]) -> str:
+    return f"[`{origin['source'].removeprefix('benchmarks/')}`](../{origin['source']})"
+
+
+def _run(origin: dict[str, Any]) -> str:
+    """A result file, what it was measured with, and its commands."""
+    versions = ", ".join(f"{package} {version}" for package, version in origin["versions"].items())
+    head = f"{_source(origin)}: {origin['hardware']}; {versions}; commit {origin['commit']}"
+    return f"{head}\n\n{_commands(origin['command'])}"
+
+
+def _commands(commands: list[str]) -> str:
+    return "\n".join(f"    {command}" for command in commands)
+
+
+def _stages(rows: dict[str, tuple[float, float, float, float]], results: Path) -> str:
     lines = [
         ["", "plain, s", "generation, s", "verification, s", "rest, s", "plain / generation", "plain / all of reuse"]
     ]
@@ -478,7 +671,9 @@ def _stages(rows: dict[str, tuple[float, float, float, float]]) -> str:
         seconds = [f"{value:.4g}" for value in (plain, generation, verification, rest)]
         everything = generation + verification + rest
         lines.append([name, *seconds, f"{plain / generation:.2f}x", f"{plain / everything:.2f}x"])
-    return _markdown(lines)
+    trained = _load(results, "trl-h200")
+    runs = [_run(_origin("trl-h200", trained, ("runs",)))] if trained else []
+    return "\n\n".join([_markdown(lines), *runs])
 
 
 def _replayed(results: Path) -> str:
@@ -503,7 +698,7 @@ def _replayed(results: Path) -> str:
                 setting["commit"],
             ]
         )
-    commands = "\n".join(f"    {process['command']}" for process in summary["processes"])
+    commands = _commands([process["command"] for process in summary["processes"]])
     chart = "![Seconds of a rollout stage, plain and with reuse; hollow: of an earlier commit](replay.png)"
     return f"{commands}\n\n{_markdown(lines)}\n\n{chart}"
 
@@ -536,12 +731,12 @@ def _trained(results: Path, directory: str, chart: str) -> str:
                 ", ".join(took),
             ]
         )
-    commands = "\n".join(f"    {command}" for command in summary["command"])
-    return f"{commands}\n\n{_markdown(lines)}\n\n![Expected reward against seconds and against steps]({chart})"
+    chart = f"![Expected reward against seconds and against steps]({chart})"
+    return f"{_commands(summary['command'])}\n\n{_markdown(lines)}\n\n{chart}"
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else f"`{json.dumps(value)}`"
+def _shown(entry: dict[str, Any]) -> str:
+    return f"{entry['value']:.4g}" + (f" ± {entry['error']:.2g}" if "error" in entry else "")
 
 
 def _markdown(rows: list[list[str]]) -> str:

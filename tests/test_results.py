@@ -60,8 +60,10 @@ def test_the_page_states_the_figures_of_the_summary():
 
 def test_each_figure_says_where_it_is_from():
     for name, entry in summarise.summarise().items():
-        assert (ROOT / entry["source"]).is_file(), name
-        assert all(entry[field] for field in ("command", "commit", "hardware", "versions", "from")), name
+        assert entry["from"] and entry["origins"], name
+        for origin in entry["origins"]:
+            assert (ROOT / origin["source"]).is_file(), name
+            assert all(origin[field] for field in ("command", "commit", "hardware", "versions")), name
 
 
 def test_a_replay_is_preferred_and_its_ratios_are_the_ones_meant(replayed):
@@ -79,8 +81,8 @@ def test_a_replay_is_preferred_and_its_ratios_are_the_ones_meant(replayed):
             "cold_over_plain": 0.8,
         }
     )
-    assert found["rollout_speedup"]["command"] == [HEADER["command"]]
-    assert found["rollout_speedup"]["hardware"] == HEADER["hardware"]
+    (origin,) = found["rollout_speedup"]["origins"]
+    assert origin["command"] == [HEADER["command"]] and origin["hardware"] == HEADER["hardware"]
 
 
 def test_a_figure_that_changes_changes_the_page(replayed):
@@ -125,16 +127,18 @@ def test_training_runs_are_summed_up(tmp_path):
     compared = {"plain": (6.0, 0.05, {}), "reuse": (4.0, 0.05, reused)}
     trained(tmp_path / "train-h200", compared)
     guarded = {"guard": (3.0, 0.05, {"spec/generated_tokens": 600, "spec/reused_token_fraction": 0.4})}
-    trained(tmp_path / "sweep-h200", compared | guarded)
-    trained(tmp_path / "suffix-h200", compared | guarded)
+    for directory in (*summarise.LARGE_BATCH, *summarise.DEFAULTS):
+        trained(tmp_path / directory, compared | guarded)
     trained(tmp_path / "low-rate-h200", {"plain": compared["plain"], "guard": (5.0, 0.05, {})})
     assert summarise.pruning(tmp_path) is None
     pruned = {"plain+wide": (12.0, 0.05, {}), "plain+prune": (8.0, 0.05, judged), "prune": (5.0, 0.05, judged)}
     trained(tmp_path / "pruning-h200", compared | pruned)
     found = summarise.summarise(tmp_path)
     expected = {
-        **{"step_speedup": 2.0, "time_to_reward": 2.0, "time_to_reward_80": 2.0, "final_reward": 1.0},
-        **{"step_speedup_another_seed": 2.0, "time_to_reward_another_seed": 2.0, "final_reward_another_seed": 1.0},
+        **{"rollout_speedup_training": 2.0, "step_speedup": 2.0, "time_to_reward": 2.0, "time_to_reward_80": 2.0},
+        **{"rollout_speedup_training_512": 2.0, "step_speedup_512": 2.0, "time_to_reward_512": 2.0},
+        **{"time_to_reward_80_512": 2.0, "final_reward": 1.0, "final_reward_512": 1.0},
+        **{"plain_spread": 0.0, "plain_spread_512": 0.0},
         **{"step_speedup_pausing": 1.2, "time_to_reward_pausing": 1.2, "final_reward_pausing": 1.0},
         **{"step_speedup_high_rate": 1.5, "time_to_reward_80_high_rate": 1.5, "final_reward_high_rate": 1.0},
         **{"prune_step_speedup": 1.5, "reuse_step_speedup": 1.5, "both_step_speedup": 2.4, "head_auc": 0.75},
@@ -149,6 +153,37 @@ def test_training_runs_are_summed_up(tmp_path):
     for table in ("training", "pruning"):
         row = next(line for line in summarise.tables(tmp_path)[table].splitlines() if line.startswith("| `plain` "))
         assert "| 0.275 | 0.425 | 48 |" in row
+
+
+def test_seeds_of_several_folders_count_alike(tmp_path):
+    """Two seeds that are twice as fast as plain, and one in another folder that is as fast."""
+    folders = summarise.LARGE_BATCH
+    fast = {"plain": (6.0, 0.05, {}), "guard": (3.0, 0.05, {})}
+    trained(tmp_path / folders[0], fast, seed=1)
+    trained(tmp_path / folders[0], fast, seed=2)
+    assert "step_speedup" not in summarise.summarise(tmp_path)
+    trained(tmp_path / folders[1], {"plain": (6.0, 0.05, {}), "guard": (6.0, 0.04, {})})
+    found = summarise.summarise(tmp_path)
+    assert found["step_speedup"]["value"] == 1.5
+    assert found["final_reward"]["value"] == pytest.approx(14 / 15, abs=1e-3)
+    assert "time_to_reward" not in found  # a seed did not get there
+    assert [origin["source"] for origin in found["step_speedup"]["origins"]] == [
+        f"benchmarks/results/{folder}/summary.json" for folder in folders
+    ]
+    goals = summarise.tables(tmp_path)["goals"]
+    assert "1,024 responses 1.5 (reached)" in goals and "1,024 responses 0.9333 (missed)" in goals
+
+
+def test_what_steps_taught_is_weighed_by_its_error(tmp_path):
+    for folder, taught, error in (("exact", 1.0, 0.1), ("rough", 0.5, 0.2)):
+        (tmp_path / folder).mkdir()
+        settings = {"guard": {"with_drafts": {"taught": taught, "taught_error": error}}}
+        summary = {"settings": settings, "hardware": "a GPU", **{key: "x" for key in ("command", "commit")}}
+        (tmp_path / folder / "summary.json").write_text(json.dumps(summary | {"versions": {}}))
+    found = summarise.Weighed(("exact", "rough"), ("guard", "with_drafts", "taught")).read(tmp_path)
+    assert found["value"] == pytest.approx(0.9) and found["error"] == pytest.approx(0.2 / 5**0.5)
+    assert found["chi_squared"] == pytest.approx(0.1**2 / 0.1**2 + 0.4**2 / 0.2**2)
+    assert summarise.Weighed(("exact", "none"), ("guard", "with_drafts", "taught")).read(tmp_path) is None
 
 
 def test_what_a_step_teaches_is_measured_in_steps_of_plain(tmp_path):
