@@ -638,7 +638,9 @@ def _figures(summary: dict[str, dict[str, Any]]) -> str:
     for group in groups.values():
         origins = next(iter(group.values()))["origins"]
         new = [origin for origin in origins if origin not in shown]
-        parts += [_run(origin) for origin in new] or [f"Of {', '.join(map(_source, origins))}, as above:"]
+        parts += map(_run, new)
+        if len(new) < len(origins):
+            parts.append(f"Of {', '.join(map(_source, origins))}:")
         shown += new
         rows = [["figure", "value", "goal", "what it is"]]
         rows += [[f"`{n}`", _shown(e), e.get("goal", ""), e["what"]] for n, e in group.items()]
