@@ -7,7 +7,7 @@ Runs of `train_side_by_side.py` are looked for in the folders of `TRAININGS`.
 
 Each figure has a list of places where it may be found; the first one that exists is taken, and said. A figure that
 nothing has measured is left out. In `docs/results.md` only what is between `<!-- table: NAME -->` and `<!-- end -->` is
-written, so that text around the tables is free to edit and holds no figures of its own.
+written; figures in the text around the tables are written by hand.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ LARGE_BATCH = (TRAININGS["large-batch-seeds"], TRAININGS["large-batch"])  # 1,02
 DEFAULTS = (TRAININGS["sweep"], TRAININGS["suffix"])  # 512
 LOW_RATE, HIGH_RATE, PRUNED = (TRAININGS[name] for name in ("low-rate", "training", "pruning"))
 WITHIN_SPREAD = "within plain's spread"  # the goal of the reward after as many steps
+THE_PRODUCT = "the product of the two"
 REPLAY_COMMAND = "python benchmarks/replay_rollouts.py --output benchmarks/results/replay-h200"
 
 Path_ = tuple[str | int, ...]
@@ -74,7 +75,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Pooled:
-    """A ratio over all seeds of several folders of `train_side_by_side.py`: their sum, divided by their sum.
+    """A ratio over all seeds of several folders of `train_side_by_side.py`: the sum of one over the sum of the other.
 
     Args:
         directories (`tuple[str, ...]`): below `benchmarks/results`.
@@ -87,10 +88,11 @@ class Pooled:
     over: Path_
 
     def read(self, results: Path) -> dict[str, Any] | None:
-        """The figure with where it is from; `None` where a seed has not got it."""
+        """The figure with where it is from; `None` where a seed has not got it, or not finished in both settings."""
         summaries = {directory: _load(results, directory) for directory in self.directories}
         sums = [[self._sum(summary, path) for summary in summaries.values()] for path in (self.value, self.over)]
-        if any(part is None for parts in sums for part in parts):
+        seeds = [[self._seeds(summary, path) for summary in summaries.values()] for path in (self.value, self.over)]
+        if any(part is None for parts in sums + seeds for part in parts) or seeds[0] != seeds[1]:
             return None
         return {
             "value": sum(sums[0]) / sum(sums[1]),
@@ -100,15 +102,21 @@ class Pooled:
 
     @staticmethod
     def _sum(summary: Any, path: Path_) -> float | None:
-        found, seeds = _at(summary, ("settings", *path)), _at(summary, ("settings", path[0], "steps"))
+        found, seeds = _at(summary, ("settings", *path)), Pooled._seeds(summary, path)
         if isinstance(found, list):
             return None if None in found else sum(found)
-        return None if found is None else found * len(seeds)
+        return None if found is None or seeds is None else found * len(seeds)
+
+    @staticmethod
+    def _seeds(summary: Any, path: Path_) -> list[str] | None:
+        """The seeds of a setting, where all of them finished."""
+        setting = _at(summary, ("settings", path[0]))
+        return setting["finished"] if setting and len(setting["finished"]) == len(setting["steps"]) else None
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """A mean over folders of `train_side_by_side.py`, weighed by the squares of standard errors.
+    """A mean over folders of `train_side_by_side.py`, weighed by the inverse squares of standard errors.
 
     Args:
         directories (`tuple[str, ...]`): below `benchmarks/results`.
@@ -158,19 +166,19 @@ def _training(directory: str, value: Path_, over: Path_ | None = None) -> Place:
     return Place(directory, ("settings", *value), ("settings", *over) if over else None)
 
 
-def _against_plain(directories: tuple[str, ...]) -> dict[str, list[Place | Pooled]]:
+def _against_plain(directories: tuple[str, ...]) -> dict[str, Place | Pooled]:
     """What the shipped defaults gained over plain, with all seeds of these folders."""
     seconds = {share: [(run, "learned", share, "seconds") for run in ("plain", "guard")] for share in ("0.8", "0.9")}
     steps = {stage: [(run, "step", stage) for run in ("plain", "guard")] for stage in ("rollout_s", "step_s")}
     spread = [("plain", "final", kind) for kind in ("sd", "mean")]
     return {
-        "rollout_speedup": [Pooled(directories, *steps["rollout_s"])],
-        "step_speedup": [Pooled(directories, *steps["step_s"])],
-        "time_to_reward": [Pooled(directories, *seconds["0.9"])],
-        "time_to_reward_80": [Pooled(directories, *seconds["0.8"])],
-        "final_reward": [Pooled(directories, ("guard", "final", "mean"), ("plain", "final", "mean"))],
-        "plain_spread": [_training(directories[0], *spread)],
-        "draft_step_speedup": [Pooled(directories, ("guard", "without", "step_s"), ("guard", "with_drafts", "step_s"))],
+        "rollout_speedup": Pooled(directories, *steps["rollout_s"]),
+        "step_speedup": Pooled(directories, *steps["step_s"]),
+        "time_to_reward": Pooled(directories, *seconds["0.9"]),
+        "time_to_reward_80": Pooled(directories, *seconds["0.8"]),
+        "final_reward": Pooled(directories, ("guard", "final", "mean"), ("plain", "final", "mean")),
+        "plain_spread": _training(directories[0], *spread),  # the second folder has one seed
+        "draft_step_speedup": Pooled(directories, ("guard", "without", "step_s"), ("guard", "with_drafts", "step_s")),
     }
 
 
@@ -247,68 +255,68 @@ FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] =
     "rollout_speedup_training": (
         "rollout stage of training from the second epoch on, plain / the shipped defaults, 1,024 responses a step",
         None,
-        _LARGE["rollout_speedup"],
+        [_LARGE["rollout_speedup"]],
     ),
     "step_speedup": (
         "whole training step of the same, plain / the shipped defaults",
         ">= 1.5",
-        _LARGE["step_speedup"],
+        [_LARGE["step_speedup"]],
     ),
     "time_to_reward": (
         "seconds until 90% of plain's reward at the end, plain / the shipped defaults, three seeds",
         ">= 1.43",
-        _LARGE["time_to_reward"],
+        [_LARGE["time_to_reward"]],
     ),
-    "time_to_reward_80": ("the same until 80%", None, _LARGE["time_to_reward_80"]),
+    "time_to_reward_80": ("the same until 80%", None, [_LARGE["time_to_reward_80"]]),
     "final_reward": (
         "expected reward after the last steps of the same, the shipped defaults / plain",
         WITHIN_SPREAD,
-        _LARGE["final_reward"],
+        [_LARGE["final_reward"]],
     ),
     "plain_spread": (
-        "standard deviation over two seeds of plain's, as a share of it",
+        "plain's reward at the end with 1,024 responses a step: standard deviation over two seeds / mean",
         None,
-        _LARGE["plain_spread"],
+        [_LARGE["plain_spread"]],
     ),
     "draft_step_speedup": (
-        "whole step of the same runs without drafts (the first epoch's last step, the guard's) / with them",
+        "whole step of the same runs without drafts / with them, each seed counting alike",
         None,
-        _LARGE["draft_step_speedup"],
+        [_LARGE["draft_step_speedup"]],
     ),
     "rollout_speedup_training_512": (
         "`rollout_speedup_training` with 512 responses a step, three seeds",
         None,
-        _SMALL["rollout_speedup"],
+        [_SMALL["rollout_speedup"]],
     ),
     "step_speedup_512": (
         "`step_speedup` of the same",
         ">= 1.5",
-        _SMALL["step_speedup"],
+        [_SMALL["step_speedup"]],
     ),
     "time_to_reward_512": (
         "`time_to_reward` of the same",
         ">= 1.43",
-        _SMALL["time_to_reward"],
+        [_SMALL["time_to_reward"]],
     ),
     "time_to_reward_80_512": (
         "the same until 80%",
         None,
-        _SMALL["time_to_reward_80"],
+        [_SMALL["time_to_reward_80"]],
     ),
     "final_reward_512": (
         "`final_reward` of the same",
         WITHIN_SPREAD,
-        _SMALL["final_reward"],
+        [_SMALL["final_reward"]],
     ),
     "plain_spread_512": (
-        "`plain_spread` of the same",
+        "the same with 512 responses a step",
         None,
-        _SMALL["plain_spread"],
+        [_SMALL["plain_spread"]],
     ),
     "draft_step_speedup_512": (
         "`draft_step_speedup` of the same",
         None,
-        _SMALL["draft_step_speedup"],
+        [_SMALL["draft_step_speedup"]],
     ),
     "draft_step_taught": (
         "gain of expected reward by steps with drafts / by plain's steps of the same number",
@@ -321,7 +329,7 @@ FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] =
         [Weighed((*LARGE_BATCH, *DEFAULTS, LOW_RATE), ("guard", "without", "taught"))],
     ),
     "rollout_speedup_lenience_0.5": (
-        "as `rollout_speedup_training_512`, plain / log-lenience 0.5 without a carry-over limit, which learns nothing",
+        "rollout stage of training, plain / log-lenience 0.5 without a carry-over limit, one seed, which unlearns",
         None,
         [_training(DEFAULTS[0], ("lenience-0.5+carry-0", "against_plain", "rollout_s"))],
     ),
@@ -378,7 +386,7 @@ FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] =
     ),
     "both_step_speedup": (
         "all of 16 responses a prompt trained on / pruned to 8, with reuse",
-        "the product of the two",
+        THE_PRODUCT,
         [_steps("plain+wide", "prune")],
     ),
     "head_auc": (
@@ -444,6 +452,8 @@ GOALS = {
         "time_to_reward": "1,024 responses ",
         "time_to_reward_512": "512 responses ",
     },
+    "whole step, 16 responses a prompt trained on / pruned to 8": {"prune_step_speedup": ""},
+    "the same with reuse, against pruning and reuse alone": {"both_step_speedup": ""},
     "CPU seconds of the core for a million tokens, one core": {"core_seconds_per_million_tokens": ""},
     "bytes on disk of a cached token": {"bytes_per_token": "new ", "bytes_per_token_in_use": "in use "},
 }
@@ -535,16 +545,16 @@ PUBLISHED = {
 def stages(results: Path = RESULTS) -> dict[str, tuple[float, float, float, float]]:
     """Seconds of the rollout stage, SPEC-RL's and ours: plain; with reuse generation, verification, and the rest."""
     rows = dict(PUBLISHED)
-    if (path := results / "replay-h200" / "summary.json").exists():
-        seconds = json.loads(path.read_text())["settings"][REPLAYED]["seconds"]
+    if (replayed := _load(results, "replay-h200")) is not None:
+        seconds = replayed["settings"][REPLAYED]["seconds"]
         for verifier in ("trainer", "engine"):
             if verifier in seconds and "plain" in seconds:
                 took = seconds[verifier]
                 rest = took["total_s"] - took["generate_s"] - took["verify_s"]
                 name = f"replay, Qwen3-1.7B's shape, by the {verifier}"
                 rows[name] = (seconds["plain"]["total_s"], took["generate_s"], took["verify_s"], rest)
-    if (path := results / "trl-h200" / "summary.json").exists():
-        runs = json.loads(path.read_text())["runs"]
+    if (trained := _load(results, "trl-h200")) is not None:
+        runs = trained["runs"]
         for run, verifier in (("reuse", "trainer"), ("engine", "engine")):
             took = runs[run]["warm_stages_s"]
             total = runs[run]["warm"]["rollout_s"]
@@ -557,9 +567,10 @@ def stages(results: Path = RESULTS) -> dict[str, tuple[float, float, float, floa
 
 def tables(results: Path = RESULTS) -> dict[str, str]:
     """The tables of `docs/results.md`, by name."""
+    summary = summarise(results)
     return {
-        "goals": _goals(summarise(results)),
-        "figures": _figures(summarise(results)),
+        "goals": _goals(summary),
+        "figures": _figures(summary),
         "core": _core(results),
         "stages": _stages(stages(results), results),
         "step-stages": _step_stages(results),
@@ -583,9 +594,12 @@ def _goals(summary: dict[str, dict[str, Any]]) -> str:
 
 
 def _reached(summary: dict[str, dict[str, Any]], name: str) -> bool:
+    """Whether a figure with a goal reaches it; plain's spread is that of two seeds, see `plain_spread`."""
     value, goal = summary[name]["value"], summary[name]["goal"]
     if goal == WITHIN_SPREAD:
         return value >= 1 - summary[name.replace("final_reward", "plain_spread")]["value"]
+    if goal == THE_PRODUCT:
+        return value >= summary["prune_step_speedup"]["value"] * summary["reuse_step_speedup"]["value"]
     relation, bound = goal.split()
     return value >= float(bound) if relation == ">=" else value <= float(bound)
 
@@ -624,7 +638,9 @@ def _step_stages(results: Path) -> str:
             step = setting["step"]
             drafted = f"{step['drafted']:,.0f}" if "drafted" in step else ""
             seconds = [f"{step[stage]:.3g}" if stage in step else "" for stage in parts.values()]
-            lines.append([f"`{name}`", ", ".join(seed[5:] for seed in setting["curves"]), drafted, *seconds])
+            lines.append(
+                [f"`{name}`", ", ".join(seed.removeprefix("seed-") for seed in setting["curves"]), drafted, *seconds]
+            )
     return _markdown(lines)
 
 
@@ -679,10 +695,8 @@ def _stages(rows: dict[str, tuple[float, float, float, float]], results: Path) -
 
 
 def _replayed(results: Path) -> str:
-    path = results / "replay-h200" / "summary.json"
-    if not path.exists():
+    if (summary := _load(results, "replay-h200")) is None:
         return f"Not measured yet:\n\n    {REPLAY_COMMAND}"
-    summary = json.loads(path.read_text())
     kinds = ("plain", "cold", "trainer", "engine", "limit")
     seconds_of = [f"{kind}, s" for kind in kinds]
     lines = [["responses", "tokens each", "reused", *seconds_of, "trainer", "engine", "repeats", "commit"]]
@@ -710,10 +724,8 @@ def _reward(spread: dict[str, float]) -> str:
 
 
 def _trained(results: Path, directory: str, chart: str) -> str:
-    path = results / directory / "summary.json"
-    if not path.exists():
+    if (summary := _load(results, directory)) is None:
         return "Not measured yet."
-    summary = json.loads(path.read_text())
     head = ["run", "seeds", "tokens", "generated", "reused", "rollout, s", "old log-probs, s", "update, s", "step, s"]
     at = next(setting["at_seconds"]["seconds"] for setting in summary["settings"].values() if "at_seconds" in setting)
     lines = [[*head, f"reward after {at:.0f} s", "at the end", "seconds to 90%"]]
@@ -783,9 +795,9 @@ def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
     figure.legend(frameon=False, loc="outside upper center", ncols=3)
     figure.savefig(docs / "results.png", dpi=110)
     for chart, directory in TRAININGS.items():
-        if not (path := results / directory / "summary.json").exists():
+        if (summary := _load(results, directory)) is None:
             continue
-        curves = {name: setting["curves"] for name, setting in json.loads(path.read_text())["settings"].items()}
+        curves = {name: setting["curves"] for name, setting in summary["settings"].items()}
         # What is compared first has the same colours in every chart.
         names = sorted(curves, key=lambda name: (name != "plain", name not in ("guard", "reuse"), name))
         colours = dict(zip(names, (grey, blue, orange, green, "#CC79A7", "#E69F00", "#56B4E9"), strict=False))
@@ -801,10 +813,9 @@ def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
         panels[0].set_ylabel("expected reward")
         panels[0].legend(frameon=False, fontsize="small")
         figure.savefig(docs / f"{chart}.png", dpi=110)
-    path = results / "replay-h200" / "summary.json"
-    if not path.exists():
+    if (replayed := _load(results, "replay-h200")) is None:
         return
-    settings = json.loads(path.read_text())["settings"]
+    settings = replayed["settings"]
     tokens = {name: setting["tokens"] for name, setting in settings.items() if name.startswith("spec-rl")}
     base = tokens[REPLAYED]
     newest = settings[REPLAYED]["commit"]

@@ -145,6 +145,9 @@ def test_training_runs_are_summed_up(tmp_path):
         "reuse_time_to_reward": 1.5,
     }
     assert {name: entry["value"] for name, entry in found.items()} == pytest.approx(expected)
+    # One row for a run of each folder: tokens that were drafted, the rollout's seconds, those of the step.
+    row = next(line for line in summarise.tables(tmp_path)["step-stages"].splitlines() if "`guard`" in line)
+    assert row.split(" | ")[1] == "0" and row.split(" | ")[8] == "1.5" and row.endswith("| 3 |")
     pruning = summarise.pruning(tmp_path)
     assert pruning["both_step_speedup"] == 2.4 and pruning["seconds"]["plain+prune"]["step_s"] == 8.0
     assert pruning["tokens"]["reuse"] == {"tokens": 1000, "generated": 400}
@@ -172,6 +175,18 @@ def test_seeds_of_several_folders_count_alike(tmp_path):
     ]
     goals = summarise.tables(tmp_path)["goals"]
     assert "1,024 responses 1.5 (reached)" in goals and "1,024 responses 0.9333 (missed)" in goals
+    trained(tmp_path / folders[1], {"plain": (6.0, 0.05, {})}, seed=3)  # plain alone: seeds are no longer pairs
+    assert "step_speedup" not in summarise.summarise(tmp_path)
+
+
+def test_a_goal_is_reached_or_missed():
+    summary = {name: {"value": value, "goal": summarise.FIGURES[name][1]} for name, value in {
+        "final_reward": 0.97, "plain_spread": 0.04, "final_reward_512": 0.97, "plain_spread_512": 0.02,
+        "cold_over_plain": 0.9, "bytes_per_token": 5.01, "step_speedup": 1.5,
+        "prune_step_speedup": 2.0, "reuse_step_speedup": 1.5, "both_step_speedup": 2.9,
+    }.items()}  # fmt: skip
+    reached = {name for name, entry in summary.items() if entry["goal"] and summarise._reached(summary, name)}
+    assert reached == {"final_reward", "cold_over_plain", "step_speedup", "prune_step_speedup"}
 
 
 def test_what_steps_taught_is_weighed_by_its_error(tmp_path):
@@ -184,6 +199,22 @@ def test_what_steps_taught_is_weighed_by_its_error(tmp_path):
     assert found["value"] == pytest.approx(0.9) and found["error"] == pytest.approx(0.2 / 5**0.5)
     assert found["chi_squared"] == pytest.approx(0.1**2 / 0.1**2 + 0.4**2 / 0.2**2)
     assert summarise.Weighed(("exact", "none"), ("guard", "with_drafts", "taught")).read(tmp_path) is None
+
+
+def test_the_cores_seconds_and_bytes_are_in_their_columns(tmp_path):
+    parts = ("look up", "accept", "assemble", "store", "all")
+    seconds = {part: {"cpu_s": {"median": 0.1 * (i + 1)}} for i, part in enumerate(parts)}
+    run = {"processes": 8, "seconds_a_million_tokens": seconds}
+    cache = {"held": 10_000, "runs": [run], "bytes_a_token_when_new": 6, "bytes_a_token_after_rollouts": 7}
+    (tmp_path / "core").mkdir()
+    summary = {"now": [{"command": "python benchmarks/core.py", "caches": [cache]}]}
+    (tmp_path / "core" / "summary.json").write_text(json.dumps(summary))
+    table = summarise._core(tmp_path).splitlines()
+    assert table[2] == (
+        "| trajectories held | processes | look up, s | accept, s | assemble, s | store, s | all, s "
+        "| bytes a token, new | in use |"
+    )
+    assert table[-1] == "| 10,000 | 8 | 0.1 | 0.2 | 0.3 | 0.4 | 0.5 | 6 | 7 |"
 
 
 def test_what_a_step_teaches_is_measured_in_steps_of_plain(tmp_path):
