@@ -614,19 +614,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
+    parser.add_argument(
+        "--profiles", choices=("spec-rl", "run"), nargs="+", default=["spec-rl", "run"], help="the sweep is of spec-rl"
+    )
     parser.add_argument("--run", type=Path, default=Path(__file__).parent / "results" / "trl-h200" / "reuse")
-    parser.add_argument("--repeats", type=int, default=3, help="of the two profiles; the sweep is measured once")
+    parser.add_argument("--repeats", type=int, default=3, help="of the profiles; the sweep is measured once")
     parser.add_argument("--rows", type=int, nargs="*", default=[128, 2048], help="responses at once, beside 512")
     parser.add_argument("--reuse", type=float, nargs="*", default=[0.9, 0.33], help="shares reused, beside 0.67")
     parser.add_argument("--mean", type=int, nargs="*", default=[300], help="tokens of a response, beside 900")
     parser.add_argument("--commit", help="what is measured, where the checkout has no history to ask")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
-    base, run = Setting(), Setting(profile=str(options.run), rows=1024)
+    settings = {"spec-rl": Setting(), "run": Setting(profile=str(options.run), rows=1024)}
+    profiles = [settings[name] for name in dict.fromkeys(options.profiles)]
     sweep = [Setting(reuse=share) for share in options.reuse] + [Setting(mean=tokens) for tokens in options.mean]
     sweep += [Setting(rows=rows) for rows in options.rows]  # the slowest ones last
-    twice = [base, run] * min(2, options.repeats)  # the rest of their repeats come last, in case time runs out
-    plan = [*twice, *sweep, *[base, run] * max(0, options.repeats - 2)]
+    if "spec-rl" not in options.profiles:
+        sweep = []
+    twice = profiles * min(2, options.repeats)  # the rest of their repeats come last, in case time runs out
+    plan = [*twice, *sweep, *profiles * max(0, options.repeats - 2)]
     kinds = {setting: SWEPT if setting in sweep else KINDS for setting in plan}
     record = Record(options.output, header(options.shape, options.commit or core.commit()))
     done = {setting: record.complete(setting.name, kinds[setting]) for setting in plan}
