@@ -24,12 +24,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 REPLAYED = "spec-rl-512-rows-0.67-reused-900-tokens"  # the setting that the figures of the replay are of
 MOST_REPLAYED = "spec-rl-2048-rows-0.67-reused-900-tokens"
+RUN_REPLAYED = "run-reuse-1024"  # lengths of a training run with long answers
 # The folders of `train_side_by_side.py`, by the names of their tables in `docs/results.md` and of their charts there.
 TRAININGS = {
     "sweep": "sweep-h200",
     "suffix": "suffix-h200",
     "large-batch-seeds": "large-batch-seeds-h200",
     "large-batch": "large-batch-h200",
+    "large-batch-lenience": "large-batch-lenience-h200",
     "low-rate": "low-rate-h200",
     "training": "train-h200",
     "guard": "guard-h200",
@@ -42,6 +44,7 @@ LOW_RATE, HIGH_RATE, PRUNED = (TRAININGS[name] for name in ("low-rate", "trainin
 WITHIN_SPREAD = "within plain's spread"  # the goal of the reward after as many steps
 THE_PRODUCT = "the product of the two"
 REPLAY_COMMAND = "python benchmarks/replay_rollouts.py --output benchmarks/results/replay-h200"
+REPLAYS = {"spec-rl": "replay-h200", "run": "replay-long-answers-h200"}  # by what the lengths are of
 
 Path_ = tuple[str | int, ...]
 
@@ -155,7 +158,11 @@ def _paths(*paths: Path_ | None) -> str:
 
 
 def _replay(name: str, setting: str = REPLAYED) -> Place:
-    return Place("replay-h200", ("settings", setting, "ratios", name))
+    return Place(REPLAYS["spec-rl"], ("settings", setting, "ratios", name))
+
+
+def _replayed_run(name: str) -> Place:
+    return Place(REPLAYS["run"], ("settings", RUN_REPLAYED, "ratios", name))
 
 
 def _trl(plain: Path_, reuse: Path_) -> Place:
@@ -252,6 +259,33 @@ FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] =
         "<= 1",
         [_replay("cold_over_plain"), _trl(("reuse", "cold", "rollout_s"), ("plain", "cold", "rollout_s"))],
     ),
+    "rollout_speedup_run": (
+        "as `rollout_speedup`, with the lengths of a training run: 1,024 responses, 39% of their tokens reused",
+        ">= 2.2",
+        [_replayed_run("rollout_speedup_trainer")],
+    ),
+    "rollout_speedup_run_engine": (
+        "the same, verified by the engine",
+        ">= 2.2",
+        [_replayed_run("rollout_speedup_engine")],
+    ),
+    "limit_share_run": ("`limit_share` of the same", ">= 0.9", [_replayed_run("limit_share_trainer")]),
+    "limit_share_run_engine": (
+        "the same, verified by the engine",
+        ">= 0.9",
+        [_replayed_run("limit_share_engine")],
+    ),
+    "verify_over_prefill_run": (
+        "`verify_over_prefill` of the same",
+        "<= 1.25",
+        [_replayed_run("verify_over_prefill_trainer")],
+    ),
+    "verify_over_prefill_run_engine": (
+        "the same, verified by the engine",
+        "<= 1.25",
+        [_replayed_run("verify_over_prefill_engine")],
+    ),
+    "cold_over_plain_run": ("`cold_over_plain` of the same", "<= 1", [_replayed_run("cold_over_plain")]),
     "rollout_speedup_training": (
         "rollout stage of training from the second epoch on, plain / the shipped defaults, 1,024 responses a step",
         None,
@@ -425,21 +459,30 @@ FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] =
 
 # What was to be reached: the figures that say whether it was, each with a word on what sets it apart.
 GOALS = {
-    "rollout stage from the second epoch on, plain / ours, two thirds reused, all included": {
-        "rollout_speedup": "512 responses ",
+    "rollout stage from the second epoch on, plain / ours, all included": {
+        "rollout_speedup": "512 responses of 848 tokens, two thirds reused ",
         "rollout_speedup_engine": "verified by the engine ",
-        "rollout_speedup_2048": "2,048 responses ",
+        "rollout_speedup_2048": "2,048 of 929 tokens ",
         "rollout_speedup_2048_engine": "by the engine ",
+        "rollout_speedup_run": "1,024 of 193 tokens, 39% reused ",
+        "rollout_speedup_run_engine": "by the engine ",
     },
     "share of the limit: the engine's bare prefill of the drafts and decoding of the rest": {
-        "limit_share": "",
+        "limit_share": "512 responses ",
         "limit_share_engine": "by the engine ",
+        "limit_share_run": "1,024 ",
+        "limit_share_run_engine": "by the engine ",
     },
     "verification / a bare prefill of the same tokens": {
-        "verify_over_prefill": "",
+        "verify_over_prefill": "512 responses ",
         "verify_over_prefill_engine": "by the engine ",
+        "verify_over_prefill_run": "1,024 ",
+        "verify_over_prefill_run_engine": "by the engine ",
     },
-    "rollout of the first epoch, where nothing is cached, ours / plain": {"cold_over_plain": ""},
+    "rollout of the first epoch, where nothing is cached, ours / plain": {
+        "cold_over_plain": "512 responses ",
+        "cold_over_plain_run": "1,024 ",
+    },
     "whole training step, plain / the shipped defaults": {
         "step_speedup": "1,024 responses ",
         "step_speedup_512": "512 responses ",
@@ -545,7 +588,7 @@ PUBLISHED = {
 def stages(results: Path = RESULTS) -> dict[str, tuple[float, float, float, float]]:
     """Seconds of the rollout stage, SPEC-RL's and ours: plain; with reuse generation, verification, and the rest."""
     rows = dict(PUBLISHED)
-    if (replayed := _load(results, "replay-h200")) is not None:
+    if (replayed := _load(results, REPLAYS["spec-rl"])) is not None:
         seconds = replayed["settings"][REPLAYED]["seconds"]
         for verifier in ("trainer", "engine"):
             if verifier in seconds and "plain" in seconds:
@@ -632,15 +675,14 @@ def _step_stages(results: Path) -> str:
         **{"assemble": "assemble_s", "rollout": "rollout_s", "store": "store_s", "weight sync": "sync_s"},
         **{"old log-probs": "old_logprobs_s", "rewards": "rewards_s", "update": "update_s", "step": "step_s"},
     }
-    lines = [["run", "seeds", "drafted tokens", *(f"{part}, s" for part in parts)]]
-    for directory in LARGE_BATCH:
+    lines = [["in", "run", "seeds", "drafted tokens", *(f"{part}, s" for part in parts)]]
+    for directory in (*LARGE_BATCH, TRAININGS["large-batch-lenience"]):
         for name, setting in (_load(results, directory) or {"settings": {}})["settings"].items():
             step = setting["step"]
             drafted = f"{step['drafted']:,.0f}" if "drafted" in step else ""
             seconds = [f"{step[stage]:.3g}" if stage in step else "" for stage in parts.values()]
-            lines.append(
-                [f"`{name}`", ", ".join(seed.removeprefix("seed-") for seed in setting["curves"]), drafted, *seconds]
-            )
+            seeds = ", ".join(seed.removeprefix("seed-") for seed in setting["curves"])
+            lines.append([f"`{directory}`", f"`{name}`", seeds, drafted, *seconds])
     return _markdown(lines)
 
 
@@ -695,12 +737,13 @@ def _stages(rows: dict[str, tuple[float, float, float, float]], results: Path) -
 
 
 def _replayed(results: Path) -> str:
-    if (summary := _load(results, "replay-h200")) is None:
+    summaries = [summary for directory in REPLAYS.values() if (summary := _load(results, directory)) is not None]
+    if not summaries:
         return f"Not measured yet:\n\n    {REPLAY_COMMAND}"
     kinds = ("plain", "cold", "trainer", "engine", "limit")
     seconds_of = [f"{kind}, s" for kind in kinds]
     lines = [["responses", "tokens each", "reused", *seconds_of, "trainer", "engine", "repeats", "commit"]]
-    for setting in summary["settings"].values():
+    for setting in (setting for summary in summaries for setting in summary["settings"].values()):
         tokens, seconds = setting["tokens"], setting["seconds"]
         speedups = [setting["ratios"].get(f"rollout_speedup_{verifier}") for verifier in ("trainer", "engine")]
         lines.append(
@@ -714,7 +757,7 @@ def _replayed(results: Path) -> str:
                 setting["commit"],
             ]
         )
-    commands = _commands([process["command"] for process in summary["processes"]])
+    commands = _commands([process["command"] for summary in summaries for process in summary["processes"]])
     chart = "![Seconds of a rollout stage, plain and with reuse; hollow: of an earlier commit](replay.png)"
     return f"{commands}\n\n{_markdown(lines)}\n\n{chart}"
 
@@ -813,7 +856,7 @@ def draw(results: Path = RESULTS, docs: Path = DOCS) -> None:
         panels[0].set_ylabel("expected reward")
         panels[0].legend(frameon=False, fontsize="small")
         figure.savefig(docs / f"{chart}.png", dpi=110)
-    if (replayed := _load(results, "replay-h200")) is None:
+    if (replayed := _load(results, REPLAYS["spec-rl"])) is None:
         return
     settings = replayed["settings"]
     tokens = {name: setting["tokens"] for name, setting in settings.items() if name.startswith("spec-rl")}
