@@ -147,7 +147,7 @@ def test_training_runs_are_summed_up(tmp_path):
     assert {name: entry["value"] for name, entry in found.items()} == pytest.approx(expected)
     # One row for a run of each folder: tokens that were drafted, the rollout's seconds, those of the step.
     row = next(line for line in summarise.tables(tmp_path)["step-stages"].splitlines() if "`guard`" in line)
-    assert row.split(" | ")[1] == "0" and row.split(" | ")[8] == "1.5" and row.endswith("| 3 |")
+    assert row.split(" | ")[2] == "0" and row.split(" | ")[9] == "1.5" and row.endswith("| 3 |")
     pruning = summarise.pruning(tmp_path)
     assert pruning["both_step_speedup"] == 2.4 and pruning["seconds"]["plain+prune"]["step_s"] == 8.0
     assert pruning["tokens"]["reuse"] == {"tokens": 1000, "generated": 400}
