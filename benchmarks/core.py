@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from specrl_plugins import Fingerprint, ReusePolicy, SpeculativeRollout, Trajectory, TrajectoryCache, prompt_key
 from specrl_plugins.engine import Continuation
+from specrl_plugins.guard import VerificationGuard
 
 SHORTEST, LONGEST = 200, 1000  # tokens of a response
 SAMPLES = 8  # responses a prompt
@@ -156,7 +157,8 @@ def work(directory, rank, processes, held, vocab_size, tokens, repeats, first_st
     prompts = np.arange(rank, held // SAMPLES, processes)
     rows = min(tokens * 2 // (SHORTEST + LONGEST), len(prompts) * SAMPLES)
     with TrajectoryCache(directory, settings(vocab_size)) as cache:
-        rollout = SpeculativeRollout(cache, ReusePolicy(seed=SEED), vocab_size)
+        guard = VerificationGuard(may_pause=False)  # there is no step to compare: every batch has drafts
+        rollout = SpeculativeRollout(cache, ReusePolicy(seed=SEED), vocab_size, guard=guard)
         results = []
         for repeat in range(repeats + 1):  # the first one warms up
             chosen = language.rng.choice(prompts, rows // SAMPLES, replace=False).tolist()
