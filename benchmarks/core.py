@@ -16,6 +16,7 @@ CPU time, `wall_s` of the clock, both for a million tokens of the responses of o
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -252,6 +254,15 @@ def machine() -> dict[str, object]:
         names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = names[0] if names else cpu
     return {"cpu": cpu, "cores": os.cpu_count(), "load_average": os.getloadavg()}
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of those packages that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def commit() -> str:

