@@ -43,8 +43,8 @@ DEFAULTS = (TRAININGS["sweep"], TRAININGS["suffix"])  # 512
 LOW_RATE, HIGH_RATE, PRUNED = (TRAININGS[name] for name in ("low-rate", "training", "pruning"))
 WITHIN_SPREAD = "within plain's spread"  # the goal of the reward after as many steps
 THE_PRODUCT = "the product of the two"
-REPLAY_COMMAND = "python benchmarks/replay_rollouts.py --output benchmarks/results/replay-h200"
 REPLAYS = {"spec-rl": "replay-h200", "run": "replay-long-answers-h200"}  # by what the lengths are of
+REPLAY_COMMAND = f"python benchmarks/replay_rollouts.py --output benchmarks/results/{REPLAYS['spec-rl']}"
 
 Path_ = tuple[str | int, ...]
 

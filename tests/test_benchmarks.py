@@ -50,7 +50,11 @@ def test_core():
 
 
 def test_eviction():
-    assert run("eviction.py")
+    """The more room the more is found where prompts come in another order, and nothing where they come in the same."""
+    another, same = (
+        [int(share) for share in re.findall(r"(\d+)% found", line)] for line in run("eviction.py").splitlines()
+    )
+    assert len(set(another)) == 4 and another == sorted(another, reverse=True) and same == [0] * 4
 
 
 @pytest.mark.trl
@@ -99,7 +103,8 @@ def test_replay_rollouts(tmp_path, profiles):
 @pytest.mark.slow
 def test_vllm_overhead():
     pytest.importorskip("vllm")
-    assert run("vllm_overhead.py")
+    found = re.findall(r"found (\d+)% in the order of scoring, (\d+)% in reverse", run("vllm_overhead.py"))
+    assert len(found) == 4 and all(int(share) > 0 for _, share in found)
 
 
 @pytest.mark.vllm
