@@ -104,6 +104,12 @@ class Gate:
             rewards[rows],
         )
 
+    async def close(self) -> None:
+        """Leave nothing running: the group is not judged any more, or has been when this returns."""
+        if self._missing:
+            self._judgement.cancel()
+        await asyncio.wait([self._judgement])
+
     async def _judge(self) -> Judgement:
         await self._all_here.wait()
         start = time.perf_counter()

@@ -112,7 +112,8 @@ class SpecRolloutActor(plain(RolloutRayActor)):
     ) -> list[dict[str, Any]]:
         """As OpenRLHF's. The responses carry their counts, under [`COUNTS_KEY`].
 
-        With pruning, `num_samples` are those that survive.
+        With pruning, `num_samples` are those that survive. Where an executor fails, the others of its prompt are
+        cancelled, and nothing of them is stored.
         """
         if hf_tokenizer is None:
             hf_tokenizer = self._tokenizer
@@ -136,7 +137,17 @@ class SpecRolloutActor(plain(RolloutRayActor)):
                     gate.arrive(sample.index)
             return answer if gate is None or await gate.survives(sample.index) else None
 
-        answers = await asyncio.gather(*map(run, samples))
+        tasks = [asyncio.ensure_future(run(sample)) for sample in samples]
+        try:
+            answers = await asyncio.gather(*tasks)
+        except BaseException:  # of one executor, and gather leaves the others running
+            if gate is not None:
+                await gate.close()
+            for sample, task in zip(samples, tasks, strict=True):
+                sample.given_up = True
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
         await self._store(samples, answers)
         if gate is not None:
             await self._cache.teach.remote(gate.lesson(np.array([reward_of(answer) for answer in answers])))

@@ -81,14 +81,16 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
     async def execute(self, prompt, label, sampling_params, **kwargs):
         number = next(numbers)
-        if prompt == "raises" and number % 8 == 3:
+        if prompt == "raises late":  # those that survive
+            await super().execute(prompt, label, sampling_params, **kwargs)
+        if prompt == "raises late" or prompt.startswith("raises") and number % 4 == 3:
             raise ValueError("an executor fails")
         if prompt == "cached":
             ids = kwargs["hf_tokenizer"](prompt, add_special_tokens=False)["input_ids"]
             output = await kwargs["llm_engine"].generate(ids, sampling_params)
             logs = {"tokens": len(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
             return dict(reward=1.0, extra_logs=logs)
-        if prompt == "swallows":
+        if prompt.endswith("swallows"):
             try:
                 return await super().execute(prompt, label, sampling_params, **kwargs)
             except BaseException:
@@ -119,16 +121,16 @@ def run(engines, tiny_model, tmp_path):
     """Starts a run: its cache, whose pruner may prune from the start unless it is new, and a samples generator."""
     started = []
 
-    def start(*line, new=False, agent=False, **changes):
+    def start(*line, new=False, agent=False, prune=True, **changes):
         if agent:
             changes["train__agent_func_path"] = tmp_path / "agent.py"
-        line = flags(tiny_model, tmp_path, *PRUNE, *line, **SETTINGS | changes)
+        line = flags(tiny_model, tmp_path, *PRUNE * prune, *line, **SETTINGS | changes)
         (tmp_path / "reward.py").write_text(REWARD)
         (tmp_path / "agent.py").write_text(AGENT)
         args = parse(line)
         started.append(start_cache_of(args))
         ray.get(started[-1].rewind.remote(0))
-        if not new:
+        if prune and not new:
             make_ready(started[-1])
         ray.get([engine.meet.remote(args.train.agent_func_path, args.reward.remote_url) for engine in engines])
         strategy = get_strategy(args)
@@ -162,21 +164,22 @@ def stored(generator):
         return {(t.prompt, t.slot): t for t in cache}
 
 
-def groups_of(generator, engine, prompts, samples=N, **changes):
+def groups_of(*args, **kwargs):
     """Answers of the rollout actor to prompts that it is sent all at once."""
+    return ray.get(sent(*args, **kwargs), timeout=120)
+
+
+def sent(generator, engine, prompts, samples=N, **changes):
     from vllm import SamplingParams
 
     asked = dict(temperature=1.0, max_tokens=12, min_tokens=1, skip_special_tokens=False, logprobs=1) | changes
     ray.get(running_cache().begin.remote(True))
-    return ray.get(
-        [
-            engine.generate_responses.remote(
-                prompt, prompt, SamplingParams(**asked), 64, generator.tokenizer, num_samples=samples
-            )
-            for prompt in prompts
-        ],
-        timeout=120,
-    )
+    return [
+        engine.generate_responses.remote(
+            prompt, prompt, SamplingParams(**asked), 64, generator.tokenizer, num_samples=samples
+        )
+        for prompt in prompts
+    ]
 
 
 def totals(groups):
@@ -308,13 +311,19 @@ def test_survivors_go_on_from_keys_and_values_that_are_still_there(run, engines)
     assert long and all(logs["cached"] == 32 for logs in long)
 
 
-def test_an_executor_that_fails_fails_its_group_and_no_other(run, engines):
-    generator, _ = run(*REUSE, agent=True)
-    with pytest.raises(ray.exceptions.RayTaskError, match="an executor fails"):
-        groups_of(generator, engines[0], ["raises"], max_tokens=None)
-    (group,) = groups_of(generator, engines[0], ["go"], max_tokens=None)
-    assert len(group) == N
-    assert ray.get(engines[0].get_num_unfinished_requests.remote()) == 0
+@pytest.mark.parametrize("prune", [True, False])
+@pytest.mark.parametrize("prompt", ["raises", "raises late", "raises or swallows"])
+def test_an_executor_that_fails_ends_its_group_and_no_other(run, engines, prompt, prune):
+    """Nothing of the group is left in the engine, which could not reset its prefix cache with it."""
+    generator, _ = run(*REUSE, agent=True, prune=prune)
+    for others in [[], ["go"]]:
+        failing, *going = sent(generator, engines[0], [prompt, *others], max_tokens=None)
+        with pytest.raises(ray.exceptions.RayTaskError, match="an executor fails"):
+            ray.get(failing, timeout=120)
+        assert [len(group) for group in ray.get(going, timeout=120)] == [N] * len(others)
+        assert ray.get(engines[0].get_num_unfinished_requests.remote()) == 0
+    ray.get(engines[0].reset_prefix_cache.remote())
+    assert len(stored(generator)) == (2 * N if prune else N)  # those that went on, whether or not they survived
 
 
 def test_a_judgement_that_fails_fails_its_group(run, engines):
