@@ -362,13 +362,16 @@ class TrajectoryCache:
             return
         if is_in_checkpoint:
             db.execute("UPDATE entries SET replaced = ? WHERE id = ?", (row.step, id))
-            id = None
+        elif id is not None:
+            self._delete(db, "id = ?", (id,))
+        # A new row goes to the end, where pages fill up. In the place of the old one, which is longer or shorter, it
+        # would split a page into two that are half empty.
         id = db.execute(
-            "INSERT OR REPLACE INTO entries (id, prompt, slot, step, used, length) VALUES (?, ?, ?, ?, ?, ?)",
-            (id, row.prompt, row.slot, row.step, time.time_ns(), row.length),
+            "INSERT INTO entries (prompt, slot, step, used, length) VALUES (?, ?, ?, ?, ?)",
+            (row.prompt, row.slot, row.step, time.time_ns(), row.length),
         ).lastrowid
         db.execute(
-            "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?)",
             (id, row.format, row.finish, row.cap, row.reward, row.arrays, row.checksum),
         )
 
@@ -390,7 +393,7 @@ class TrajectoryCache:
                 self._saw_corrupt(f"row {id}: {error}")
                 yield None
                 continue
-            if columns is not None:  # another process may have forgotten it meanwhile
+            if columns is not None:  # another process may have forgotten or replaced it meanwhile
                 yield self._decode(columns)
 
     def _touch(self, db: sqlite3.Connection, ids: list[int]) -> None:
