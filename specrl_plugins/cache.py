@@ -363,7 +363,8 @@ class TrajectoryCache:
         if is_in_checkpoint:
             db.execute("UPDATE entries SET replaced = ? WHERE id = ?", (row.step, id))
         elif id is not None:
-            self._delete(db, "id = ?", (id,))
+            db.execute("DELETE FROM payloads WHERE id = ?", (id,))
+            db.execute("DELETE FROM entries WHERE id = ?", (id,))
         # A new row goes to the end, where pages fill up. In the place of the old one, which is longer or shorter, it
         # would split a page into two that are half empty.
         id = db.execute(
