@@ -235,7 +235,7 @@ def test_header_that_calls_itself_read_only_is_damage(cache):
     assert cache.verify() == (5, 0) and len(damaged(cache)) == 1
 
 
-def test_rows_that_are_not_found_by_their_ids_do_not_stop_eviction(tmp_path, caplog):
+def test_rows_that_are_not_found_by_their_keys_do_not_stop_eviction(tmp_path, caplog):
     with TrajectoryCache(tmp_path, SETTINGS) as cache:
         cache.put_many(rows_of(40, length=100))
         db = raw(cache)
@@ -245,12 +245,12 @@ def test_rows_that_are_not_found_by_their_ids_do_not_stop_eviction(tmp_path, cap
         content = bytearray(cache.path.read_bytes())
         page = memoryview(content)[(root - 1) * size : root * size]
         (cell,) = struct.unpack(">H", page[12:14])
-        # Two leaves, of lower and of higher ids: the one is where the other should be.
-        assert page[0] == 5 and page[3:5] == b"\0\1"
+        # Two leaves, of lower and of higher keys: the one is where the other should be.
+        assert page[0] == 2 and page[3:5] == b"\0\1"
         page[8:12], page[cell : cell + 4] = bytes(page[cell : cell + 4]), bytes(page[8:12])
         cache.path.write_bytes(content)
         cache.prune(0.01)
-        assert "not where their ids lead" in caplog.text and len(damaged(cache)) == 1
+        assert "not where their keys lead" in caplog.text and len(damaged(cache)) == 1
         assert cache.verify() == (len(cache), 0)
 
 
@@ -508,7 +508,7 @@ FOREIGN = {
     "view": lambda path: another_schema(
         path,
         "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
-        "CREATE VIEW entries AS SELECT randomblob(16) AS prompt, 0 AS slot, 1 AS id, 1 AS step, 1 AS length",
+        "CREATE VIEW entries AS SELECT randomblob(16) AS prompt, 0 AS slot, 1 AS payload, 1 AS step, 1 AS length",
         "CREATE VIEW payloads AS WITH RECURSIVE c(id) AS (SELECT 1 UNION ALL SELECT id + 1 FROM c) SELECT id FROM c",
     ),
     "trigger": lambda path: our_schema_but(
@@ -536,6 +536,11 @@ FOREIGN = {
         path,
         "CREATE INDEX entries_used ON entries (replaced IS NULL, used)",
         "UPDATE sqlite_master SET sql = replace(sql, 'checksum INTEGER', 'checksum BLOB')",
+    ),
+    "entries with ids": lambda path: our_schema_but(
+        path,
+        "UPDATE sqlite_master SET sql = replace(sql, '(prompt', '(id INTEGER PRIMARY KEY, prompt') "
+        "WHERE name = 'entries'",
     ),
     "no fingerprint": lambda path: our_schema_but(path, "DELETE FROM meta"),
     "fingerprint of another type": lambda path: our_schema_but(path, "UPDATE meta SET value = '[1, 2]'"),
@@ -641,12 +646,12 @@ def test_threads_encode_and_decode_at_once():
 VALUES = ["text", "", b"", b"bytes", 1.5, -1, 0, 2**62, -(2**63), 1e300, "9" * 500]
 
 
-@pytest.mark.parametrize("column", ["slot", "step", "replaced", "used", "length", "prompt"])
+@pytest.mark.parametrize("column", ["slot", "step", "replaced", "used", "length", "payload", "prompt"])
 def test_wrong_value_in_an_entry_is_a_miss_or_harmless(cache, column):
     for value in VALUES:
         cache.put_many(rows_of(2, step=2**62))
         db = raw(cache)
-        db.execute(f"UPDATE entries SET {column} = ? WHERE id = 1", (value,))
+        db.execute(f"UPDATE entries SET {column} = ? WHERE prompt = ?", (value, prompt_key((0,))))
         db.close()
         found, unchanged = (
             get(cache, (0,)),
@@ -656,6 +661,27 @@ def test_wrong_value_in_an_entry_is_a_miss_or_harmless(cache, column):
         assert same(get(cache, (1,)), rows_of(2, step=2**62)[1])
         cache.verify(), cache.stats(), len(cache), list(cache)
         cache.prune(0)
+
+
+@pytest.mark.parametrize("column", ["slot", "step", "replaced", "used", "length", "payload", "prompt"])
+def test_text_that_is_no_unicode_in_an_entry_is_a_miss_or_harmless(cache, column):
+    """As a flipped bit makes of a number or of bytes. Python refuses to read it."""
+    cache.put_many(rows_of(2))
+    db = raw(cache)
+    db.execute(f"UPDATE entries SET {column} = CAST(x'ff' AS TEXT) WHERE prompt = ?", (prompt_key((0,)),))
+    db.close()
+    unread = column in ("replaced", "used")
+    assert (get(cache, (0,)) is None) == (not unread)
+    assert cache.verify() == (2, 0 if unread else 1)
+    assert [same(found, rows_of(2)[1]) for found in cache][-1:] == [True]
+    cache.put_many(rows_of(2, step=2))
+    latest, other = rows_of(2, step=2)
+    assert same(get(cache, (1,)), other)
+    if column == "step":  # it seems newer than all others
+        assert get(cache, (0,)) is None
+    else:
+        assert same(get(cache, (0,)), latest)
+    assert not damaged(cache)
 
 
 @pytest.mark.parametrize("column", ["format", "finish", "cap", "reward", "arrays", "checksum"])
@@ -748,7 +774,7 @@ def test_row_that_answers_to_another_key_is_a_miss(cache):
     db = raw(cache)
     db.execute("PRAGMA writable_schema = ON")
     content = bytearray(cache.path.read_bytes())
-    page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_entries_1'").fetchone()[0]
+    page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'entries'").fetchone()[0]
     size = db.execute("PRAGMA page_size").fetchone()[0]
     db.close()
     leaf = content[(page - 1) * size : page * size]
