@@ -207,14 +207,17 @@ def test_the_cores_seconds_and_bytes_are_in_their_columns(tmp_path):
     run = {"processes": 8, "seconds_a_million_tokens": seconds}
     cache = {"held": 10_000, "runs": [run], "bytes_a_token_when_new": 6, "bytes_a_token_after_rollouts": 7}
     (tmp_path / "core").mkdir()
-    summary = {"now": [{"command": "python benchmarks/core.py", "caches": [cache]}]}
+    measured = {"command": "python benchmarks/core.py", "caches": [cache]}
+    summary = {"faster_machine": [measured | {"commit": "a" * 12}], "now": [measured | {"commit": "b" * 12}]}
     (tmp_path / "core" / "summary.json").write_text(json.dumps(summary))
     table = summarise._core(tmp_path).splitlines()
     assert table[2] == (
-        "| trajectories held | processes | look up, s | accept, s | assemble, s | store, s | all, s "
+        "| commit | held | processes | look up, s | accept, s | assemble, s | store, s | all, s "
         "| bytes a token, new | in use |"
     )
-    assert table[-1] == "| 10,000 | 8 | 0.1 | 0.2 | 0.3 | 0.4 | 0.5 | 6 | 7 |"
+    assert table[-2:] == [
+        f"| `{commit}` | 10,000 | 8 | 0.1 | 0.2 | 0.3 | 0.4 | 0.5 | 6 | 7 |" for commit in ("a" * 7, "b" * 7)
+    ]
 
 
 def test_what_a_step_teaches_is_measured_in_steps_of_plain(tmp_path):
