@@ -104,11 +104,11 @@ class Gate:
             rewards[rows],
         )
 
-    async def close(self) -> None:
-        """Leave nothing running: the group is not judged any more, or has been when this returns."""
+    def close(self) -> asyncio.Future[Judgement]:
+        """Judge no more, unless that has begun; returns what is over once nothing of it runs."""
         if self._missing:
             self._judgement.cancel()
-        await asyncio.wait([self._judgement])
+        return self._judgement
 
     async def _judge(self) -> Judgement:
         await self._all_here.wait()

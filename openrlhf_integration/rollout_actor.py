@@ -72,6 +72,9 @@ class Sample:
         raise asyncio.CancelledError("this sample is not trained on")
 
 
+# How long the samples of a prompt of which one has failed may take to end: an executor need not heed its cancellation.
+_ENDING_SECONDS = 10.0
+
 # Which sample the code that runs belongs to. Each has a task of its own, and so do requests it may start in turn.
 _sample: ContextVar[Sample | None] = ContextVar("specrl_sample", default=None)
 
@@ -141,12 +144,13 @@ class SpecRolloutActor(plain(RolloutRayActor)):
         try:
             answers = await asyncio.gather(*tasks)
         except BaseException:  # of one executor, and gather leaves the others running
-            if gate is not None:
-                await gate.close()
             for sample, task in zip(samples, tasks, strict=True):
                 sample.given_up = True
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ending = tasks if gate is None else [*tasks, gate.close()]
+            _, running = await asyncio.wait(ending, timeout=_ENDING_SECONDS)
+            if running:
+                logger.warning("%d samples of a prompt that failed go on after being cancelled.", len(running))
             raise
         await self._store(samples, answers)
         if gate is not None:

@@ -56,15 +56,13 @@ _DAMAGE = (
 )
 
 # Two tables, so that what is looked up, counted and aged does not drag the arrays along. `replaced` is the step of the
-# trajectory that took the place of this one, which is only kept for whoever resumes from the last checkpoint. A new
-# payload has the highest id, so it goes to the end, where pages fill up: in the place of an old one that is shorter, it
-# would split a page into two that are half empty.
+# trajectory that took the place of this one, which is only kept for whoever resumes from the last checkpoint.
 _SCHEMA = {
     "meta": "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
     "entries": (
-        "CREATE TABLE entries (prompt BLOB NOT NULL, slot INTEGER NOT NULL, step INTEGER NOT NULL, replaced INTEGER, "
-        "used INTEGER NOT NULL, length INTEGER NOT NULL, payload INTEGER NOT NULL, "
-        "PRIMARY KEY (prompt, slot, step)) WITHOUT ROWID"
+        "CREATE TABLE entries (id INTEGER PRIMARY KEY, prompt BLOB NOT NULL, slot INTEGER NOT NULL, "
+        "step INTEGER NOT NULL, replaced INTEGER, used INTEGER NOT NULL, length INTEGER NOT NULL, "
+        "UNIQUE (prompt, slot, step))"
     ),
     "payloads": (
         "CREATE TABLE payloads (id INTEGER PRIMARY KEY, format INTEGER NOT NULL, finish INTEGER NOT NULL, "
@@ -72,8 +70,8 @@ _SCHEMA = {
     ),
 }
 _ROW = (
-    "SELECT format, prompt, slot, step, finish, cap, reward, length, arrays, checksum "
-    "FROM entries LEFT JOIN payloads ON payloads.id = payload"
+    "SELECT format, prompt, slot, step, finish, cap, reward, length, arrays, checksum, entries.id "
+    "FROM entries LEFT JOIN payloads ON payloads.id = entries.id"
 )
 
 
@@ -208,7 +206,7 @@ class TrajectoryCache:
             logger.warning("No past trajectories for this batch: %s", error)
             return [None] * len(keys)
         found: list[Trajectory | None] = []
-        hits: list[tuple[bytes, int, int]] = []
+        ids: list[int] = []
         query = f"{_ROW} WHERE prompt = ? AND slot = ? ORDER BY step DESC LIMIT 1"
         db.execute("BEGIN")  # one lock for all rows
         try:
@@ -218,7 +216,7 @@ class TrajectoryCache:
                     hit = db.execute(query, (prompt, slot)).fetchone()
                     if hit is not None:
                         trajectory = self._decode(hit)
-                        hits.append(hit[1:4])
+                        ids.append(hit[-1])
                 except sqlite3.DatabaseError as error:
                     self._saw_corrupt(f"row of prompt {prompt.hex()}, slot {slot}: {error}")
                 # A hostile file can answer with another row than the one asked for.
@@ -228,7 +226,7 @@ class TrajectoryCache:
                 found.append(trajectory)
         finally:
             db.rollback()  # nothing was written; an error may have ended it already
-        self._touch(db, hits)
+        self._touch(db, ids)
         return found
 
     def put_many(self, trajectories: Sequence[Trajectory]) -> None:
@@ -356,67 +354,72 @@ class TrajectoryCache:
 
     def _put(self, db: sqlite3.Connection, row: Row) -> None:
         newest = db.execute(
-            "SELECT step, payload, step > ?, step <= ? AND ? < ? FROM entries "
+            "SELECT id, step > ?, step <= ? AND ? < ? FROM entries "
             "WHERE prompt = ? AND slot = ? ORDER BY step DESC LIMIT 1",
             (row.step, self._checkpoint, self._checkpoint, row.step, row.prompt, row.slot),
         ).fetchone()
-        if newest is not None:
-            step, payload, is_newer, is_in_checkpoint = newest
-            key = (row.prompt, row.slot, step)
-            if is_newer:
-                return
-            if is_in_checkpoint:
-                db.execute(
-                    "UPDATE entries SET replaced = ? WHERE prompt = ? AND slot = ? AND step = ?", (row.step, *key)
-                )
-            else:
-                db.execute("DELETE FROM payloads WHERE id = ?", (payload,))
-                db.execute("DELETE FROM entries WHERE prompt = ? AND slot = ? AND step = ?", key)
-        payload = db.execute(
-            "INSERT INTO payloads VALUES (NULL, ?, ?, ?, ?, ?, ?)",
-            (row.format, row.finish, row.cap, row.reward, row.arrays, row.checksum),
+        id, is_newer, is_in_checkpoint = newest or (None, False, False)
+        if is_newer:
+            return
+        if is_in_checkpoint:
+            db.execute("UPDATE entries SET replaced = ? WHERE id = ?", (row.step, id))
+        elif id is not None:
+            db.execute("DELETE FROM payloads WHERE id = ?", (id,))
+            db.execute("DELETE FROM entries WHERE id = ?", (id,))
+        # A new row goes to the end, where pages fill up. In the place of the old one, which is longer or shorter, it
+        # would split a page into two that are half empty.
+        id = db.execute(
+            "INSERT INTO entries (prompt, slot, step, used, length) VALUES (?, ?, ?, ?, ?)",
+            (row.prompt, row.slot, row.step, time.time_ns(), row.length),
         ).lastrowid
         db.execute(
-            "INSERT INTO entries VALUES (?, ?, ?, NULL, ?, ?, ?)",
-            (row.prompt, row.slot, row.step, time.time_ns(), row.length, payload),
+            "INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (id, row.format, row.finish, row.cap, row.reward, row.arrays, row.checksum),
         )
 
     def _decode(self, columns: tuple) -> Trajectory | None:
         try:
-            return decode(Row(*columns))
+            return decode(Row(*columns[:-1]))
         except CorruptRow as error:
-            self._saw_corrupt(f"row {columns[1:4]}: {error}")
+            self._saw_corrupt(f"row {columns[-1]}: {error}")
             return None
 
     def _rows(self, condition: str) -> Iterator[Trajectory | None]:
-        """The rows of those entries that `condition` selects, in its order; `None` for one that does not check out."""
-        with self._reading() as db:
-            keys = db.execute(f"SELECT prompt, slot, step FROM entries {condition}").fetchall()
-        for key in keys:
-            try:
-                query = f"{_ROW} WHERE prompt = ? AND slot = ? AND step = ?"
-                columns = self._connect().execute(query, key).fetchone()
-            except sqlite3.DatabaseError as error:
-                self._saw_corrupt(f"row {key}: {error}")
-                yield None
-                continue
-            if columns is not None:
-                yield self._decode(columns)
-            elif [type(part) for part in key] != [bytes, int, int]:
-                self._saw_corrupt(f"row {key}: its key is of other types")
-                yield None
-            # else another process has forgotten or replaced it meanwhile
+        """The rows of those entries that `condition` selects, in its order; `None` for one that does not check out.
 
-    def _touch(self, db: sqlite3.Connection, keys: list[tuple[bytes, int, int]]) -> None:
+        All as of one moment, whatever is written meanwhile: so an entry that its key does not lead to is a damaged one.
+        """
+        # As they are looked up: a damaged index can answer to one query and not to another.
+        query = f"{_ROW} WHERE prompt = ? AND slot = ? AND step <= ? ORDER BY step DESC LIMIT 1"
+        with self._reading(), self._alone():
+            db = self._open()
+        try:
+            with self._reading():
+                db.execute("BEGIN")
+                # Of the table: the index may be what is damaged.
+                entries = db.execute(f"SELECT prompt, slot, step, id FROM entries NOT INDEXED {condition}").fetchall()
+            for *key, id in entries:
+                try:
+                    columns = db.execute(query, key).fetchone()
+                except sqlite3.DatabaseError as error:
+                    self._saw_corrupt(f"row {id}: {error}")
+                    yield None
+                    continue
+                if columns is None or columns[-1] != id:
+                    self._saw_corrupt(f"row {id}: its key does not lead to it")
+                    yield None
+                else:
+                    yield self._decode(columns)
+        finally:
+            db.close()
+
+    def _touch(self, db: sqlite3.Connection, ids: list[int]) -> None:
         # Recency only decides what is forgotten first: not worth failing a look-up on a full or read-only disk.
         try:
             with self._transaction(db):
-                db.executemany(
-                    "UPDATE entries SET used = ? WHERE prompt = ? AND slot = ? AND step = ?",
-                    [(time.time_ns(), *key) for key in keys],
-                )
+                db.executemany("UPDATE entries SET used = ? WHERE id = ?", [(time.time_ns(), id) for id in ids])
         except sqlite3.DatabaseError as error:
-            logger.debug("recency of %d rows not noted: %s", len(keys), error)
+            logger.debug("recency of %d rows not noted: %s", len(ids), error)
 
     def _evict(self, db: sqlite3.Connection, max_mib: float) -> int:
         forgotten = 0
@@ -424,19 +427,16 @@ class TrajectoryCache:
             rows = db.execute("SELECT COUNT(*) FROM entries").fetchone()[0]
             if rows == 0:
                 break
-            oldest = (
-                "(prompt, slot, step) IN "
-                "(SELECT prompt, slot, step FROM entries ORDER BY replaced IS NULL, used LIMIT ?)"
-            )
+            oldest = "id IN (SELECT id FROM entries ORDER BY replaced IS NULL, used LIMIT ?)"
             deleted = self._delete(db, oldest, (max(1, int(rows * _EVICTED_SHARE)),))
             if not deleted:
-                raise sqlite3.DatabaseError("its rows are not where their keys lead")
+                raise sqlite3.DatabaseError("its rows are not where their ids lead")
             forgotten += deleted
         return forgotten
 
     @staticmethod
     def _delete(db: sqlite3.Connection, condition: str, values: tuple) -> int:
-        db.execute(f"DELETE FROM payloads WHERE id IN (SELECT payload FROM entries WHERE {condition})", values)
+        db.execute(f"DELETE FROM payloads WHERE id IN (SELECT id FROM entries WHERE {condition})", values)
         return db.execute(f"DELETE FROM entries WHERE {condition}", values).rowcount
 
     @staticmethod

@@ -50,9 +50,7 @@ def contents(directory: Path) -> list[tuple]:
 
 def damage_row(directory: Path, slot: int = 0) -> None:
     with closing(sqlite3.connect(directory / FILE_NAME)) as db, db:
-        db.execute(
-            "UPDATE payloads SET cap = cap + 1 WHERE id IN (SELECT payload FROM entries WHERE slot = ?)", (slot,)
-        )
+        db.execute("UPDATE payloads SET cap = cap + 1 WHERE id IN (SELECT id FROM entries WHERE slot = ?)", (slot,))
 
 
 # -- looking

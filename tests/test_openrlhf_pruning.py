@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from itertools import pairwise
 
@@ -52,6 +53,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 # Samples of a prompt differ in what they do, by turns.
 AGENT = """
+import asyncio
 import itertools
 import torch
 from openrlhf.utils.agent import MultiTurnAgentExecutor, AgentInstanceBase
@@ -90,6 +92,11 @@ class AgentExecutor(MultiTurnAgentExecutor):
             output = await kwargs["llm_engine"].generate(ids, sampling_params)
             logs = {"tokens": len(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
             return dict(reward=1.0, extra_logs=logs)
+        if prompt == "raises or holds on":
+            try:
+                return await super().execute(prompt, label, sampling_params, **kwargs)
+            except BaseException:
+                await asyncio.sleep(3600)
         if prompt.endswith("swallows"):
             try:
                 return await super().execute(prompt, label, sampling_params, **kwargs)
@@ -324,6 +331,34 @@ def test_an_executor_that_fails_ends_its_group_and_no_other(run, engines, prompt
         assert ray.get(engines[0].get_num_unfinished_requests.remote()) == 0
     ray.get(engines[0].reset_prefix_cache.remote())
     assert len(stored(generator)) == (2 * N if prune else N)  # those that went on, whether or not they survived
+
+
+def test_an_executor_that_does_not_end_does_not_keep_an_error(run, engines):
+    generator, _ = run(*REUSE, agent=True)
+    with pytest.raises(ray.exceptions.RayTaskError, match="an executor fails"):
+        groups_of(generator, engines[0], ["raises or holds on"], max_tokens=None)
+    assert ray.get(engines[0].get_num_unfinished_requests.remote()) == 0
+
+
+def test_a_group_that_is_cancelled_leaves_nothing_in_the_engine(run, engines):
+    generator, _ = run(*REUSE, agent=True)
+
+    def unfinished():
+        return ray.get(engines[0].get_num_unfinished_requests.remote())
+
+    (going,) = sent(generator, engines[0], ["go"], max_tokens=None)
+    wait_until(unfinished)
+    ray.cancel(going)
+    with pytest.raises((ray.exceptions.TaskCancelledError, ray.exceptions.RayTaskError)):
+        ray.get(going, timeout=120)
+    wait_until(lambda: not unfinished())
+
+
+def wait_until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_judgement_that_fails_fails_its_group(run, engines):
