@@ -440,7 +440,7 @@ FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] =
         [Place("core", (*_CORE, *_CORE_SECONDS))],
     ),
     "core_seconds_per_million_tokens_faster_machine": (
-        "the same on a faster machine, by the code before the tables were laid out anew",
+        "the same on a faster machine, by the code before the last change of the cache",
         "<= 0.3",
         [Place("core", ("faster_machine", *_CORE[1:], *_CORE_SECONDS))],
     ),
