@@ -115,7 +115,7 @@ def main() -> None:
 
     steps = options.prompts * 4 * options.epochs // options.rows
     minutes = max(1, round(8 * options.prompts * options.epochs / 48))  # 8 with the defaults
-    print(f"Two runs of {steps} GRPO steps each: about {minutes} minutes on two CPU cores.")
+    print(f"Two runs of {steps} GRPO steps each: about {minutes} to {2 * minutes} minutes on two CPU cores.")
     options.model = options.model or str(build(options.output / "SmolLM2-135M-Instruct"))
     start = time.perf_counter()
     print("\n1. Plain TRL", flush=True)
