@@ -1,11 +1,11 @@
-"""TRL's pass for the old log-probs: every row padded to the longest of all, and rows of similar length together.
+"""TRL's pass for the old log-probs: every row padded to the longest of all, and in narrow forwards.
 
 The lengths are those of `replay_rollouts.py` with the figures of SPEC-RL, 850 tokens a response of a cap of 4096, its
 rows and lengths divided by `--scale`; the model has one of its shapes and random weights. In turns, `--repeats` times
 after one to warm up:
 
 - `padded`: TRL's own call, all rows in one tensor, in batches of the size of the update's.
-- `narrow`: as the plugin makes it, with the same batch size.
+- `narrow`: as the plugin makes it, with the same batch size for the longest rows.
 
 Prints one JSON object: seconds of each (medians and all), tokens that were computed, padding included, and the largest
 difference between the log-probs of both, in nats.
@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import core
+import numpy as np
 import replay_rollouts
 import torch
 import trl
+from torch.nn.utils.rnn import pad_sequence
 
-from trl_integration.padding import logprobs_by_length, pad
+from trl_integration.padding import narrow_logprobs
 
 
 def main() -> None:
@@ -57,36 +59,42 @@ def measure(
     device = trainer.accelerator.device
     computed = {"padded": 0, "narrow": 0}
 
-    def padded_rows(counts: Any, side: str, random: bool) -> torch.Tensor:
-        make = partial(torch.randint, 1, shape.config["vocab_size"]) if random else torch.ones
-        return pad([make((count,)) for count in counts.tolist()], 0, side, device)
-
     torch.manual_seed(0)
-    ids = [padded_rows(lengths.prompts, "left", True), padded_rows(lengths.responses, "right", True)]
-    masks = [padded_rows(lengths.prompts, "left", False), padded_rows(lengths.responses, "right", False)]
+    rows = [
+        [torch.randint(1, shape.config["vocab_size"], (n,)) for n in part.tolist()]
+        for part in (lengths.prompts, lengths.responses)
+    ]
+    prompts, continuations = ([row.numpy().astype(np.int32) for row in part] for part in rows)
+    # TRL's layout: prompts padded on the left, completions on the right.
+    parts = [(rows[0], "left"), (rows[1], "right")]
+    ids = [pad_sequence(part, True, padding_side=side).to(device) for part, side in parts]
+    masks = [
+        pad_sequence([torch.ones_like(row) for row in part], True, padding_side=side).to(device) for part, side in parts
+    ]
     sequences, mask, keep = torch.cat(ids, 1), torch.cat(masks, 1), ids[1].size(1)
     forward = partial(trl.GRPOTrainer._get_per_token_logps_and_entropies, trainer, trainer.model)
 
-    def counted(name: str, *inputs: Any, **settings: Any) -> Any:
+    def counted(name: str, *inputs: Any, **settings: Any) -> torch.Tensor:
         computed[name] += inputs[0].numel()
-        return forward(*inputs, **settings)
+        return forward(*inputs, **settings)[0].float()
 
-    def padded() -> torch.Tensor:
-        return counted("padded", sequences, mask, keep, batch_size=shape.scored_rows)[0].float()
+    def padded() -> np.ndarray:
+        logprobs = counted("padded", sequences, mask, keep, batch_size=shape.scored_rows).cpu().numpy()
+        return np.concatenate([row[: len(tokens)] for row, tokens in zip(logprobs, continuations, strict=True)])
 
-    def narrow() -> torch.Tensor:
-        rows = list(range(len(sequences)))
-        return logprobs_by_length(partial(counted, "narrow"), sequences, mask, keep, rows, shape.scored_rows)
+    def narrow() -> np.ndarray:
+        made = narrow_logprobs(partial(counted, "narrow"), prompts, continuations, shape.scored_rows, device)
+        return np.concatenate(made)
 
-    passes: dict[str, Callable[[], torch.Tensor]] = {"padded": padded, "narrow": narrow}
+    passes: dict[str, Callable[[], np.ndarray]] = {"padded": padded, "narrow": narrow}
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     with torch.no_grad():
-        difference = ((padded() - narrow()) * masks[1]).abs().max().item()
+        difference = float(np.abs(padded() - narrow()).max())
         tokens = dict(computed)
         for _ in range(repeats):
             for name, run in passes.items():
                 start = time.perf_counter()
-                run().cpu()
+                run()
                 seconds[name].append(round(time.perf_counter() - start, 4))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {

@@ -1,4 +1,4 @@
-"""Rows of similar length share a forward: the same log-probs, less padding."""
+"""Narrow forwards: the same log-probs, less padding."""
 
 from __future__ import annotations
 
@@ -6,49 +6,99 @@ import pytest
 
 pytest.importorskip("trl")
 
+import numpy as np
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen3NextConfig,
+)
 
-from trl_integration.padding import by_length, depends_on_width, logprobs_by_length, pad
+from trl_integration.padding import by_length, depends_on_width, narrow_logprobs
 
 DYNAMIC = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
 
 pytestmark = pytest.mark.trl
 
 
-def test_batches_are_of_similar_length_and_hold_every_row_once():
-    assert by_length([5, 1, 4, 2, 3], 2) == [[1, 3], [4, 2], [0]]
+def test_forwards_are_of_similar_length_and_hold_every_row_once():
+    assert by_length([5, 1, 4, 2, 3], 2) == [[1, 3, 4], [2, 0]]
+    assert by_length([10] * 9 + [80], 1) == [[*range(8)], [8], [9]]
+    assert by_length([1000] * 9 + [1100] * 3 + [2000], 8) == [[*range(9)], [9, 10, 11], [12]]
     assert by_length([], 2) == []
 
 
-@pytest.mark.parametrize("trim", [True, False])
+@pytest.mark.parametrize("scale", [20, 2000])
 @pytest.mark.parametrize("size", [1, 3, 16])
-@pytest.mark.parametrize("wanted", [range(8), [6, 1, 3], []], ids=["all", "some", "none"])
-def test_log_probs_are_those_of_the_padded_forward(wanted, size, trim):
-    prompts, completions = [4, 2, 9, 2, 5, 5, 1, 3], [7, 1, 3, 20, 2, 0, 6, 6]  # of one row nothing is left
-    torch.manual_seed(0)
-    rows = [[torch.randint(1, 50, (n,)) for n in counts] for counts in (prompts, completions)]
-    sides = list(zip(rows, ("left", "right"), strict=True))
-    ids = torch.cat([pad(part, 0, side, torch.device("cpu")) for part, side in sides], 1)
-    mask = torch.cat(
-        [pad([torch.ones(len(row)) for row in part], 0, side, torch.device("cpu")) for part, side in sides], 1
-    )
-    computed, width = [], ids.size(1)
+def test_forwards_are_bounded_in_tokens_and_in_padding(size, scale):
+    lengths = (1 + np.random.default_rng(size).exponential(scale, 500).astype(int)).tolist()
+    forwards = by_length(lengths, size)
+    assert sorted(row for rows in forwards for row in rows) == list(range(500))
+    widths = [max(lengths[row] for row in rows) for rows in forwards]
+    assert widths == sorted(widths)
+    for rows, width in zip(forwards, widths, strict=True):
+        tokens = len(rows) * width
+        assert tokens <= size * max(lengths)
+        assert tokens <= 4096 or sum(lengths[row] for row in rows) >= 15 / 16 * tokens
+    assert len(forwards) < 500 / size + 8
+
+
+def rows_of(prompt_lengths, lengths):
+    """Random token ids of prompts and continuations."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 50, n).tolist() for n in prompt_lengths]
+    return prompts, [rng.integers(1, 50, n).astype(np.int32) for n in lengths]
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_log_probs_are_those_of_each_row_alone(size):
+    prompts, continuations = rows_of([4, 2, 9, 2, 5, 5, 1, 3], [7, 1, 3, 20, 2, 1, 6, 6])
+    computed, taken = [], []
 
     def forward(ids, mask, keep):
-        """Of all that came before, as a model's are, and of nothing that is masked."""
-        computed.append(ids.numel())
-        assert len(ids) <= size and (mask[:, 0].any() if trim else ids.size(1) == width)
-        return (-(ids * mask).cumsum(1).float() * mask)[:, -keep:], None, None
+        """Of all that came before, as a model's are."""
+        computed.append(ids.shape)
+        assert mask.all() and 0 < keep < ids.size(1) and len(ids) * ids.size(1) <= size * 22
+        return -ids.cumsum(1).float()[:, -keep:]
 
-    found = logprobs_by_length(forward, ids, mask, 20, list(wanted), size, trim)
-    narrow = sum(computed)
-    size = len(ids)
-    whole, _, _ = forward(ids, mask, 20)
-    absent = [row for row in range(len(ids)) if row not in wanted]
-    whole[absent] = 0
-    assert found.dtype == torch.float32 and torch.equal(found, whole)
-    assert narrow <= len(wanted) * ids.size(1)
+    device = torch.device("cpu")
+    found = narrow_logprobs(forward, prompts, continuations, size, device, lambda forwards: forwards + 2, taken.append)
+    for prompt, tokens, logprobs in zip(prompts, continuations, found, strict=True):
+        alone = -np.cumsum([*prompt, *tokens])[len(prompt) :]
+        assert logprobs.dtype == np.float32 and logprobs.tolist() == alone.tolist()
+    assert len(computed) == len(taken) and taken[-2:] == [[], []]  # what other ranks need
+    assert narrow_logprobs(forward, [], [], size, device) == []
+
+
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="add_bos_token"):
+        narrow_logprobs(None, [[1], []], [np.array([1]), np.array([1])], 2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "kind", [LlamaConfig, Gemma3TextConfig, Qwen3NextConfig, MixtralConfig], ids=lambda k: k.__name__
+)
+def test_what_stands_behind_a_row_changes_nothing(kind, attention):
+    """Of models with full, sliding and linear attention, and with experts."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=1, head_dim=16, sliding_window=4, max_position_embeddings=64)
+    model = AutoModelForCausalLM.from_config(kind(**sizes), attn_implementation=attention).eval()
+
+    def forward(ids, mask, keep):
+        logprobs = model(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)[:, :-1]
+        return logprobs.gather(2, ids[:, 1:, None])[:, -keep:, 0]
+
+    prompts, continuations = rows_of([4, 2, 9, 5, 1], [7, 1, 3, 20, 2])
+    device = torch.device("cpu")
+    with torch.no_grad():
+        together = narrow_logprobs(forward, prompts, continuations, 16, device)
+        alone = narrow_logprobs(forward, prompts, continuations, 1, device)
+    assert np.allclose(np.concatenate(together), np.concatenate(alone), atol=1e-5)
 
 
 def test_positions_that_depend_on_the_width_are_known():

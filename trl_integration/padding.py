@@ -7,51 +7,77 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 
+# Share of a forward that may be padding, unless it has so few tokens that a GPU is no quicker with fewer.
+_PADDED_SHARE = 1 / 16
+_FEW_TOKENS = 4096
+
 
 def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices in batches of `size` rows of similar length, the shortest first."""
-    order = np.argsort(lengths, kind="stable").tolist()
-    return [order[start : start + size] for start in range(0, len(order), size)]
+    """Rows that share a forward, the shortest first: of no more tokens, padding included, than `size` of the longest
+    row, and little padding."""
+    most, forwards, unpadded = size * max(lengths, default=0), [], 0
+    for row in np.argsort(lengths, kind="stable").tolist():
+        tokens = (len(forwards[-1]) + 1) * lengths[row] if forwards else most + 1
+        unpadded += lengths[row]
+        if tokens <= most and (tokens <= _FEW_TOKENS or unpadded >= (1 - _PADDED_SHARE) * tokens):
+            forwards[-1].append(row)
+        else:
+            forwards.append([row])
+            unpadded = lengths[row]
+    return forwards
 
 
-def logprobs_by_length(
-    forward: Callable[[torch.Tensor, torch.Tensor, int], Any],
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    logits_to_keep: int,
-    rows: list[int],
+def narrow_logprobs(
+    forward: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
+    prompts: Sequence[Sequence[int]],
+    continuations: Sequence[NDArray[np.int32]],
     size: int,
-    trim: bool = True,
-) -> torch.Tensor:
-    """Log-probs of completions, computed in narrow batches.
+    device: torch.device,
+    of_all_ranks: Callable[[int], int] | None = None,
+    take: Callable[[list[int]], None] | None = None,
+) -> list[NDArray[np.float32]]:
+    """Log-probs of continuations of prompts, in narrow forwards.
+
+    Prompt and continuation stand together at the left and padding behind them, where causal attention does not see it:
+    so no mask is needed, without which PyTorch attends by its fastest kernel.
 
     Args:
-        forward (callable): from input ids and attention mask, of shape `(rows, tokens)`, and `logits_to_keep` to a
-            tuple that begins with log-probs of shape `(rows, logits_to_keep)`, nats.
-        input_ids, attention_mask (`torch.Tensor` of shape `(batch, tokens)`): prompts, padded on the left, and
-            completions, padded on the right.
-        logits_to_keep (`int`): width of the completions, padding included.
-        rows (`list[int]`): those that are wanted.
-        size (`int`): rows in a forward.
-        trim (`bool`, *optional*, defaults to `True`): whether to leave out columns that no row of a forward needs.
+        forward (callable): from input ids and attention mask, of shape `(rows, tokens)`, and how many tokens at the end
+            are scored to their log-probs, of shape `(rows, scored)`, nats.
+        prompts (`batch` sequences of `prompt tokens` ids).
+        continuations (`batch` arrays of shape `(tokens,)`, of one token at least).
+        size (`int`): rows in a forward, of the longest.
+        device (`torch.device`): where they are computed.
+        of_all_ranks (callable, *optional*): from the number of this rank's forwards to the most of any rank: each makes
+            as many, since a sharded model needs all ranks for one. Defaults to this rank alone.
+        take (callable, *optional*): called with the rows of each forward after it.
 
     Returns:
-        `torch.Tensor` of shape `(batch, logits_to_keep)`, fp32, nats; zero in other rows and in padding of a batch.
+        `batch` arrays of shape `(tokens,)`, nats.
+
+    Raises:
+        ValueError: a prompt has no tokens, so that nothing says how likely the first one of its continuation is.
     """
-    logprobs = torch.zeros((len(input_ids), logits_to_keep), device=input_ids.device)
-    lengths = attention_mask[:, -logits_to_keep:].sum(1)
-    for batch in by_length(attention_mask[rows].sum(1).tolist(), size):
-        these = [rows[i] for i in batch]
-        start, keep = 0, logits_to_keep
-        if trim:
-            start, keep = int(attention_mask[these].argmax(1).min()), max(1, int(lengths[these].max()))
-        columns = slice(start, attention_mask.size(1) - logits_to_keep + keep)
-        computed, _, _ = forward(input_ids[these, columns], attention_mask[these, columns], keep)
-        logprobs[these, :keep] = computed.float()
-    return logprobs
+    if not all(map(len, prompts)):
+        raise ValueError("a prompt has no tokens: have the tokenizer begin with one (`add_bos_token`), or drop it")
+    sequences = [np.concatenate([p, c]) for p, c in zip(prompts, continuations, strict=True)]
+    scored: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(prompts)
+    forwards = by_length([len(sequence) for sequence in sequences], size)
+    if of_all_ranks is not None:
+        forwards += [[]] * (of_all_ranks(len(forwards)) - len(forwards))
+    for rows in forwards:
+        ids = pad([sequences[row] for row in rows] or [[0, 0]], device)
+        start = min((len(prompts[row]) for row in rows), default=1)
+        lines = forward(ids, torch.ones_like(ids), ids.size(1) - start).float().cpu().numpy()
+        for row, line in zip(rows, lines[: len(rows)], strict=True):
+            scored[row] = line[len(prompts[row]) - start :][: len(continuations[row])]
+        if take is not None:
+            take(rows)
+    return scored
 
 
 def depends_on_width(config: PreTrainedConfig) -> bool:
@@ -61,7 +87,7 @@ def depends_on_width(config: PreTrainedConfig) -> bool:
     return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
 
 
-def pad(rows: Sequence[Any], value: int, side: str, device: torch.device) -> torch.Tensor:
-    """Ragged rows as one integer tensor of shape `(batch, tokens)`."""
+def pad(rows: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Ragged rows as one integer tensor of shape `(batch, tokens)`, with zeros behind."""
     tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side).to(device)
+    return pad_sequence(tensors, batch_first=True).to(device)

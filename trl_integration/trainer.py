@@ -5,8 +5,8 @@ Four of TRL's private methods are overridden, all of them here, as read in TRL 1
 - `_generate_single_turn`: token ids of prompts in, completions out. The rollout; with tools, TRL calls it once more for
   each later turn, and those calls are its own.
 - `_get_per_token_logps_and_entropies`: the trainer's forward. It verifies drafts. In the pass for old log-probs that
-  only correct vLLM's samples, rows of similar length share a forward, and rows that verification has already scored
-  are handed back.
+  only correct vLLM's samples, forwards are as narrow as those of verification, and rows that this has scored are not
+  computed again.
 - `_calculate_rewards`: read, to store a reward with its trajectory.
 - `_generate_and_score_completions`: encloses these; a rollout is stored when it returns. Old log-probs that the loss
   can do without are taken out of what it gives.
@@ -47,7 +47,7 @@ from trl_integration.continuous_batching import recorded_generate_batch
 from trl_integration.distribution import SampledDistribution
 from trl_integration.engine_settings import engine_settings, refuse_wrong_drafting
 from trl_integration.hidden_states import last_hidden_states
-from trl_integration.padding import by_length, depends_on_width, logprobs_by_length, pad
+from trl_integration.padding import depends_on_width, narrow_logprobs
 from trl_integration.ranks import EngineRanks, TrainingRanks
 from trl_integration.sampling import recorded_generate
 
@@ -298,65 +298,63 @@ class SpecRolloutMixin:
         """
         hidden = np.empty((len(prompts), self.model.config.get_text_config().hidden_size), np.float32)
         ends = [len(tokens) if length is None else min(len(tokens), length) for tokens in continuations]
+        with last_hidden_states(self.accelerator.unwrap_model(self.model)) as states:
 
-        def take(rows: list[int], states: torch.Tensor) -> None:
-            columns = torch.tensor([ends[row] - 1 for row in rows], device=states.device)
-            hidden[rows] = states[torch.arange(len(rows), device=states.device), columns].float().cpu().numpy()
+            def take(rows: list[int]) -> None:
+                columns = [len(prompts[row]) + ends[row] - 1 for row in rows]
+                hidden[rows] = states[-1][range(len(rows)), columns].float().cpu().numpy()
+                states.clear()
 
-        return self._spec_forward(prompts, continuations, take), hidden
+            return self._spec_forward(prompts, continuations, take), hidden
 
     def _spec_forward(
         self,
         prompts: Sequence[list[int]],
         continuations: Sequence[NDArray[np.int32]],
-        take: Callable[[list[int], torch.Tensor], None] | None = None,
+        take: Callable[[list[int]], None] | None = None,
     ) -> list[NDArray[np.float32]]:
-        """Forwards over prompts and continuations; returns the log-probs of the latter.
+        """Log-probs of continuations under the distribution that is sampled.
 
-        `take` is called with the rows of each forward and the last layer's states, of shape `(rows, tokens, hidden)`,
-        at the tokens of their continuations.
-
-        Log-probs are of the distribution that is sampled. Where its support is cut (top-k, top-p, min-p) they differ
-        from those that TRL's own forward returns and TRL's loss is made of, which know of the temperature only.
-
-        In batches of `per_device_train_batch_size` rows of similar length, so that little is padded; as many on each
-        rank, since a sharded model needs all ranks for a forward.
+        Where its support is cut (top-k, top-p, min-p) they differ from those that TRL's own forward returns and TRL's
+        loss is made of, which know of the temperature only.
         """
+        if not self._sampled.truncated:
+            return self._narrow_forwards(prompts, continuations, take=take)
         assert self.spec_rollout is not None
-        device, pad_id = self.accelerator.device, self._tokenizer.pad_token_id
         lengths = [len(prompt) + len(tokens) for prompt, tokens in zip(prompts, continuations, strict=True)]
-        scored: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(prompts)
-        size = self.args.per_device_train_batch_size
-        if self._sampled.truncated:
-            longest = max(self.spec_rollout.ranks.gather(max(map(len, continuations), default=1)))
-            size = min(size, self._sampled.rows_at_once(longest, self.model.config.get_text_config().vocab_size))
-        batches = by_length(lengths, size)
-        most = max(self.spec_rollout.ranks.gather(len(batches)))
-        batches += [[]] * (most - len(batches))
-        observing = nullcontext() if take is None else last_hidden_states(self.accelerator.unwrap_model(self.model))
+        longest = max(self.spec_rollout.ranks.gather(max(lengths, default=1)))
+        at_once = self._sampled.rows_at_once(longest, self.model.config.get_text_config().vocab_size)
+        return self._narrow_forwards(prompts, continuations, self._sampled.logprobs, at_once, take)
+
+    def _narrow_forwards(
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[NDArray[np.int32]],
+        forward: Callable[..., torch.Tensor] | None = None,
+        at_once: int | None = None,
+        take: Callable[[list[int]], None] | None = None,
+    ) -> list[NDArray[np.float32]]:
+        """See [`narrow_logprobs`]: by TRL's own forward, unless another one is given, and `at_once` rows at most."""
+        assert self.spec_rollout is not None
+        ranks, rows = self.spec_rollout.ranks, self.args.per_device_train_batch_size
+
+        def logprobs(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
+            if forward is None:
+                return super(SpecRolloutMixin, self)._get_per_token_logps_and_entropies(self.model, ids, mask, keep)[0]
+            with self.accelerator.autocast():
+                return forward(self.model, ids, mask, keep)
+
         without_checkpoints = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with torch.no_grad(), without_checkpoints, observing as states:
-            for rows in batches:
-                left = [prompts[row] for row in rows] or [[pad_id]]
-                right = [continuations[row] for row in rows] or [[pad_id]]
-                ids = [pad(left, pad_id, "left", device), pad(right, pad_id, "right", device)]
-                mask = [
-                    pad([np.ones(len(row)) for row in left], 0, "left", device),
-                    pad([np.ones(len(row)) for row in right], 0, "right", device),
-                ]
-                sequences = (self.model, torch.cat(ids, 1), torch.cat(mask, 1), ids[1].size(1))
-                if self._sampled.truncated:
-                    with self.accelerator.autocast():
-                        logprobs = self._sampled.logprobs(*sequences)
-                else:
-                    logprobs, _, _ = super()._get_per_token_logps_and_entropies(*sequences)
-                lines = logprobs.float().cpu().numpy()
-                for row, line in zip(rows, lines[: len(rows)], strict=True):
-                    scored[row] = line[: len(continuations[row])]
-                if take is not None and states is not None:
-                    if rows:
-                        take(rows, states[-1][: len(rows), -ids[1].size(1) :])
-                    states.clear()
+        with torch.no_grad(), without_checkpoints:
+            scored = narrow_logprobs(
+                logprobs,
+                prompts,
+                continuations,
+                rows if at_once is None else min(rows, at_once),
+                self.accelerator.device,
+                lambda forwards: max(ranks.gather(forwards)),
+                take,
+            )
         _shard_again(self.model)
         return scored
 
@@ -369,45 +367,63 @@ class SpecRolloutMixin:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        def forward(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> Any:
+        def by_trl(mask: torch.Tensor) -> Any:
             return super(SpecRolloutMixin, self)._get_per_token_logps_and_entropies(
-                model, ids, mask, keep, *args, **kwargs
+                model, input_ids, mask, logits_to_keep, *args, **kwargs
             )
-
-        def computed(mask: torch.Tensor, rows: list[int]) -> torch.Tensor:
-            if self._loss_takes_old_logprobs:
-                return forward(input_ids, mask, logits_to_keep)[0]
-            size, trim = self.args.per_device_train_batch_size, not depends_on_width(self.model.config)
-            return logprobs_by_length(forward, input_ids, mask, logits_to_keep, rows, size, trim)
 
         # Between a rollout and its being stored TRL makes a pass over the policy, for the old log-probs, and one over
         # the reference, which is TRL's.
         if self._rollout is None or self._scored is not None or not self._is_policy(model):
-            return forward(input_ids, attention_mask, logits_to_keep)
+            return by_trl(attention_mask)
+        as_trl = self._loss_takes_old_logprobs or depends_on_width(self.model.config)
         # Verification by the trainer knows some rows already, unless it scores a truncated distribution.
-        if self.args.spec_verifier != "trainer" or self._sampled.truncated:
-            return computed(attention_mask, list(range(len(input_ids)))), None, None
-        assert self.spec_rollout is not None
-        responses, device = self._rollout.responses, input_ids.device
-        # A row may go on after its rollout, with what tools answered. And TRL may mask whole rows
-        # (`mask_truncated_completions`), but the log-probs of their rollouts are wanted for the cache.
-        turns = [len(response.tokens) for response in responses]
-        lengths = attention_mask[:, -logits_to_keep:].sum(1).maximum(torch.tensor(turns, device=device))
-        ends = [length == turn for length, turn in zip(lengths.tolist(), turns, strict=True)]
-        wanted = (torch.arange(logits_to_keep, device=device) < lengths[:, None]).to(attention_mask.dtype)
-        spare = not self._loss_takes_old_logprobs
-        whole = [spare and response.reused_whole and end for response, end in zip(responses, ends, strict=True)]
-        known = [row for row in range(len(responses)) if whole[row]]
-        rows = [row for row in range(len(responses)) if not whole[row]]
-        # A sharded model needs all ranks for a forward: each computes as many rows as the one with most to compute.
-        again = known[: max(self.spec_rollout.ranks.gather(len(rows))) - len(rows)]
-        mask = torch.cat([attention_mask[:, :-logits_to_keep], wanted], 1)
-        logprobs = computed(mask, rows + again)
-        for row in known:
-            logprobs[row, : turns[row]] = torch.from_numpy(responses[row].logprobs).to(device)
-        self._count_spared(self._rollout, known[len(again) :])
-        self._scored = [line[:turn] for line, turn in zip(logprobs.float().cpu().numpy(), turns, strict=True)]
-        return logprobs * attention_mask[:, -logits_to_keep:], None, None
+        by_trainer = self.args.spec_verifier == "trainer" and not self._sampled.truncated
+        if as_trl and not by_trainer:
+            return by_trl(attention_mask)
+        responses, completion_mask = self._rollout.responses, attention_mask[:, -logits_to_keep:]
+        lengths, turns = completion_mask.sum(1).tolist(), [len(response.tokens) for response in responses]
+        if by_trainer:
+            # A row may go on after its rollout, with what tools answered. And TRL may mask whole rows
+            # (`mask_truncated_completions`), but the log-probs of their rollouts are wanted for the cache.
+            lengths = list(map(max, lengths, turns))
+        if as_trl:
+            columns = torch.arange(logits_to_keep, device=attention_mask.device)
+            wanted = columns < torch.tensor(lengths, device=attention_mask.device)[:, None]
+            logprobs = by_trl(torch.cat([attention_mask[:, :-logits_to_keep], wanted.to(attention_mask.dtype)], 1))[0]
+        else:
+            known = [
+                response.logprobs if by_trainer and response.reused_whole and len(response.tokens) == length else None
+                for response, length in zip(responses, lengths, strict=True)
+            ]
+            self._count_spared(self._rollout, known)
+            logprobs = self._fill_in(known, input_ids, attention_mask, lengths, logits_to_keep)
+        if by_trainer:
+            self._scored = [line[:turn] for line, turn in zip(logprobs.float().cpu().numpy(), turns, strict=True)]
+        return logprobs * completion_mask, None, None
+
+    def _fill_in(
+        self,
+        known: list[NDArray[np.float32] | None],
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        lengths: list[int],
+        logits_to_keep: int,
+    ) -> torch.Tensor:
+        """Log-probs of completions as TRL has padded them, where some rows are known; zero beyond `lengths` tokens."""
+        ids = input_ids.cpu().numpy()
+        begins = ids.shape[1] - logits_to_keep
+        starts = (begins - attention_mask[:, :begins].sum(1)).tolist()
+        unknown = [row for row, length in enumerate(lengths) if length and known[row] is None]
+        computed = self._narrow_forwards(
+            [ids[row, starts[row] : begins] for row in unknown],
+            [ids[row, begins : begins + lengths[row]] for row in unknown],
+        )
+        filled = np.zeros((len(ids), logits_to_keep), np.float32)
+        for row, logprobs in [*enumerate(known), *zip(unknown, computed, strict=True)]:
+            if logprobs is not None:
+                filled[row, : lengths[row]] = logprobs
+        return torch.from_numpy(filled).to(input_ids.device)
 
     @property
     def _loss_takes_old_logprobs(self) -> bool:
@@ -430,10 +446,11 @@ class SpecRolloutMixin:
         return not is_peft_model(model) or _adapters(model) == self._adapters
 
     @staticmethod
-    def _count_spared(rollout: Rollout, rows: list[int]) -> None:
-        """Rows handed back spare their share of the seconds that verifying took."""
+    def _count_spared(rollout: Rollout, known: list[NDArray[np.float32] | None]) -> None:
+        """Rows that are known spare their share of the seconds that verifying took."""
         verified = [r for r in rollout.responses + rollout.pruned if r.draft is not None]
-        spared = sum(len(r.prompt) + len(r.tokens) for r in (rollout.responses[row] for row in rows))
+        rows = zip(rollout.responses, known, strict=True)
+        spared = sum(len(r.prompt) + len(r.tokens) for r, logprobs in rows if logprobs is not None)
         if spared:
             scored = sum(len(r.prompt) + len(r.draft_tokens) for r in verified)
             rollout.counts.spared_s += rollout.counts.verify_s * spared / scored
