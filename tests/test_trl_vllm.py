@@ -124,7 +124,7 @@ def test_the_pass_for_importance_sampling_computes_no_padding_of_the_longest_row
         assert all(mask.all() for mask in passes)
         assert sum(mask.numel() for mask in passes) < sum(mask.numel() for mask in updates)
     else:
-        assert [mask.shape for mask in passes] == [mask.shape for mask in updates]
+        assert sum(mask.numel() for mask in passes) == sum(mask.numel() for mask in updates)
 
 
 def test_everything_is_logged_and_a_run_is_resumed(tiny_model, tmp_path, caplog):
