@@ -43,7 +43,7 @@ DEFAULTS = (TRAININGS["sweep"], TRAININGS["suffix"])  # 512
 LOW_RATE, HIGH_RATE, PRUNED = (TRAININGS[name] for name in ("low-rate", "training", "pruning"))
 WITHIN_SPREAD = "within plain's spread"  # the goal of the reward after as many steps
 THE_PRODUCT = "the product of the two"
-REPLAYS = {"spec-rl": "replay-h200", "run": "replay-long-answers-h200"}  # by what the lengths are of
+REPLAYS = {"spec-rl": "replay-narrow-h200", "run": "replay-narrow-long-answers-h200"}  # by what the lengths are of
 REPLAY_COMMAND = f"python benchmarks/replay_rollouts.py --output benchmarks/results/{REPLAYS['spec-rl']}"
 
 Path_ = tuple[str | int, ...]
@@ -406,7 +406,7 @@ FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] =
     "old_logprobs_speedup": (
         "TRL's pass for the old log-probs at SPEC-RL's lengths: all rows as wide as the longest / by length",
         None,
-        [Place("old-logprobs-h200", ("ratio",))],
+        [Place("old-logprobs-narrow-h200", ("ratio",))],
     ),
     "prune_step_speedup": (
         "whole training step: all of 16 responses a prompt trained on / pruned to 8",

@@ -43,7 +43,7 @@ def measurement(kind, repeat=0, setting=summarise.REPLAYED, faster=1.0):
 @pytest.fixture
 def replayed(tmp_path):
     """A folder of results that holds a replay and nothing else."""
-    record = replay_rollouts.Record(tmp_path / "replay-h200", HEADER)
+    record = replay_rollouts.Record(tmp_path / summarise.REPLAYS["spec-rl"], HEADER)
     for kind in MEASURED:
         record.add(measurement(kind))
     return tmp_path
