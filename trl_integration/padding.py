@@ -33,7 +33,7 @@ def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 def narrow_logprobs(
     forward: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[list[int] | NDArray[np.integer]],
     continuations: Sequence[NDArray[np.int32]],
     size: int,
     device: torch.device,
@@ -48,7 +48,7 @@ def narrow_logprobs(
     Args:
         forward (callable): from input ids and attention mask, of shape `(rows, tokens)`, and how many tokens at the end
             are scored to their log-probs, of shape `(rows, scored)`, nats.
-        prompts (`batch` sequences of `prompt tokens` ids).
+        prompts (`batch` lists or arrays of `prompt tokens` ids).
         continuations (`batch` arrays of shape `(tokens,)`, of one token at least).
         size (`int`): rows in a forward, of the longest.
         device (`torch.device`): where they are computed.

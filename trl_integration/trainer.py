@@ -328,7 +328,7 @@ class SpecRolloutMixin:
 
     def _narrow_forwards(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[list[int] | NDArray[np.integer]],
         continuations: Sequence[NDArray[np.int32]],
         forward: Callable[..., torch.Tensor] | None = None,
         at_once: int | None = None,
