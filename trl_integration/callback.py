@@ -17,7 +17,8 @@ from specrl_plugins.cache import CacheWriteError
 from specrl_plugins.pruning import Pruner, PruningSettings
 from specrl_plugins.ranks import leads_node, together
 from specrl_plugins.report import RUN_LOG
-from trl_integration.checks import warm_share
+from trl_integration.checks import keeps_padding, warm_share
+from trl_integration.micro_batches import company
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,18 @@ class SpecRolloutCallback(RunLog):
             self._announce_pruning(args, core.pruning.settings)
         if args.use_spec_rollout:  # type: ignore[attr-defined]
             self._announce_reuse(args)
+        if args.spec_trim_padding:  # type: ignore[attr-defined]
+            self._announce_padding()
+
+    def _announce_padding(self) -> None:
+        """Say what is trimmed less than elsewhere."""
+        if why := keeps_padding(self.trainer):
+            print(f"Padding: the update and the passes before it keep TRL's, since {why}.")
+        elif reasons := company(self.trainer):
+            print(
+                "Padding: micro-batches are trimmed, and rows stay in that to which TRL deals them, since the loss of "
+                f"a row depends on the others there: {'; '.join(reasons)}."
+            )
 
     @staticmethod
     def _announce_pruning(args: TrainingArguments, settings: PruningSettings) -> None:

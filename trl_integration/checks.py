@@ -12,6 +12,9 @@ from datasets import Dataset
 from torch import nn
 from trl import is_conversational
 
+from trl_integration.micro_batches import loss_type, unskippable
+from trl_integration.padding import depends_on_width
+
 logger = logging.getLogger(__name__)
 
 # Of a model's own generation config: what TRL overrides, and what does not change the distribution.
@@ -147,6 +150,13 @@ def _unsupported_parts(trainer: Any) -> Iterator[str]:
             "a model of GPT-2's kind, which numbers positions from the padding: past completions would be scored at "
             "other positions than they were sampled at. Use a model with rotary positions."
         )
+    if trainer.args.spec_skip_zero_advantage:
+        if not trainer.args.spec_trim_padding:
+            yield "`spec_skip_zero_advantage=True` with `spec_trim_padding=False`: micro-batches are then TRL's own."
+        elif why := keeps_padding(trainer):
+            yield f"`spec_skip_zero_advantage=True`, since micro-batches are TRL's own here: {why}."
+        for part in unskippable(trainer):
+            yield f"`spec_skip_zero_advantage=True` with {part}: rows without advantage count in it."
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.use_vllm and fsdp is not None and fsdp.fsdp_version == 1:
         yield (
@@ -157,6 +167,18 @@ def _unsupported_parts(trainer: Any) -> Iterator[str]:
         for name, value in trainer.model.generation_config.to_diff_dict().items():
             if value and name not in _NOT_SHAPING and not name.startswith(("_", "output_")):
                 yield f"`{name}={value}` in the model's `generation_config`: it may change what is sampled. Unset it."
+
+
+def keeps_padding(trainer: Any) -> str | None:
+    """Why the passes over a generation batch keep TRL's padding: what they give depends on it."""
+    if depends_on_width(trainer.model.config):
+        return "the model's positions depend on the width of a batch"
+    if loss_type(trainer) == "vespo" and trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        by_token = trainer.vllm_importance_sampling_mode.startswith("token")
+        if by_token and not (low or 0) <= 1 <= (math.inf if high is None else high):
+            return "`loss_type='vespo'` sums importance-sampling ratios that are clipped away from 1, padding included"
+    return None
 
 
 def made_up(fields: Iterable[str]) -> str:

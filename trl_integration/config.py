@@ -47,6 +47,13 @@ class SpecRolloutArguments:
         spec_guard (`bool`, *optional*, defaults to `True`):
             Whether to pause reuse for some batches where a step with it is measured to take longer than what it
             teaches is worth. The pauses depend on timing: switch it off for runs that must repeat exactly.
+        spec_trim_padding (`bool`, *optional*, defaults to `True`):
+            Whether the update, the pass for the old log-probs and that of the reference leave out padding: rows of
+            similar length share a micro-batch, as wide as the longest of them. Gradients are TRL's. With `False` these
+            passes are TRL's own.
+        spec_skip_zero_advantage (`bool`, *optional*, defaults to `False`):
+            Whether the update leaves out rows whose advantage is exactly zero. Gradients are TRL's; entropy and clip
+            ratios are logged without these rows. Refused where such rows add to the loss.
         spec_vllm_speculative_config (`dict` or `str`, *optional*):
             What the colocated vLLM engine gets as its `speculative_config`, which TRL does not pass on: how it drafts
             what is left to generate. vLLM samples from the policy all the same. Works with reuse and without. Where
@@ -127,6 +134,21 @@ class SpecRolloutArguments:
             "it teaches is worth. The pauses depend on timing: switch it off for runs that must repeat exactly."
         },
     )
+    spec_trim_padding: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the update, the pass for the old log-probs and that of the reference leave out padding: "
+            "rows of similar length share a micro-batch, as wide as the longest of them. Gradients are TRL's. With "
+            "`False` these passes are TRL's own."
+        },
+    )
+    spec_skip_zero_advantage: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the update leaves out rows whose advantage is exactly zero. Gradients are TRL's; entropy "
+            "and clip ratios are logged without these rows. Refused where such rows add to the loss."
+        },
+    )
     spec_vllm_speculative_config: dict | str | None = field(
         default=None,
         metadata={
@@ -168,7 +190,7 @@ class SpecRolloutArguments:
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes next in every class that mixes this in
         self._check_speculative_config()
-        for name in ("use_spec_rollout", "spec_guard", "spec_prune"):
+        for name in ("use_spec_rollout", "spec_guard", "spec_prune", "spec_trim_padding", "spec_skip_zero_advantage"):
             if not isinstance(getattr(self, name), bool):  # any string would count as true
                 raise ValueError(f"`{name}` is True or False, not {getattr(self, name)!r}.")
         if self.spec_verifier not in ("trainer", "engine"):

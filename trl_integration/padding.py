@@ -80,11 +80,53 @@ def narrow_logprobs(
     return scored
 
 
+def flush_left(
+    forward: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor | None, ...]],
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    multiple: int = 1,
+) -> tuple[torch.Tensor | None, ...]:
+    """What a forward gives for rows as TRL has padded them, prompts on the left and completions on the right; the
+    forward itself has rows as [`narrow_logprobs`] lays them out.
+
+    Args:
+        forward (callable): from input ids and attention mask, of shape `(rows, tokens)`, and how many tokens at the end
+            are scored, to tensors of shape `(rows, scored)`, or `None`.
+        input_ids, attention_mask (`torch.Tensor` of shape `(rows, tokens)`): TRL's.
+        logits_to_keep (`int`): columns of the completions.
+        multiple (`int`, *optional*): what the width is rounded up to.
+
+    Returns:
+        Tensors of shape `(rows, logits_to_keep)`, zero where the mask is.
+    """
+    width, device = input_ids.size(1), input_ids.device
+    begin = width - logits_to_keep
+    lengths, prompts = attention_mask.sum(1), attention_mask[:, :begin].sum(1)
+    longest, shortest_prompt = torch.stack([lengths.max(), prompts.min()]).tolist()
+    longest = max(longest, shortest_prompt + 1)  # one token is scored, where all completions are masked
+    longest = min(width, -(-longest // multiple) * multiple)
+    source = (begin - prompts)[:, None] + torch.arange(longest, device=device)
+    ids = input_ids.gather(1, source.clamp(max=width - 1))  # what comes behind a row is of no interest
+    scored = longest - shortest_prompt
+    results = forward(ids, torch.ones_like(ids), scored)
+    target = (prompts - shortest_prompt)[:, None] + torch.arange(logits_to_keep, device=device)
+    masked = attention_mask[:, begin:] == 0
+    return tuple(
+        line if line is None else line.gather(1, target.clamp(max=scored - 1)).masked_fill(masked, 0.0)
+        for line in results
+    )
+
+
 def depends_on_width(config: PreTrainedConfig) -> bool:
-    """Whether a model's rotary positions follow the longest row of a forward, as dynamic scaling and LongRoPE do."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    """Whether what a model makes of a row depends on the padding of a forward: rotary positions that follow its longest
+    row, as in dynamic scaling and LongRoPE, or attention that is scaled by the number of a position, as in Llama 4."""
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
     kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]  # one for a kind of layer
-    return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
+    follows = any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
+    scaled = any(kind.get("llama_4_scaling_beta") is not None for kind in kinds)
+    return follows or scaled or bool(getattr(text, "attn_temperature_tuning", False))
 
 
 def pad(rows: Sequence[Any], device: torch.device) -> torch.Tensor:

@@ -1,22 +1,27 @@
-"""TRL's trainers with speculative rollouts.
+"""TRL's trainers with speculative rollouts, and without padding in their forwards.
 
-Four of TRL's private methods are overridden, all of them here, as read in TRL 1.16.0; each override calls the original:
+Six of TRL's private methods are overridden, all of them here, as read in TRL 1.16.0; each override calls the original:
 
 - `_generate_single_turn`: token ids of prompts in, completions out. The rollout; with tools, TRL calls it once more for
   each later turn, and those calls are its own.
-- `_get_per_token_logps_and_entropies`: the trainer's forward. It verifies drafts. In the pass for old log-probs that
-  only correct vLLM's samples, forwards are as narrow as those of verification, and rows that this has scored are not
-  computed again.
+- `_get_per_token_logps_and_entropies`: the trainer's forward. It verifies drafts. In the passes over a generation
+  batch, for the old log-probs and those of the reference, forwards are as narrow as those of verification, and rows
+  that this has scored are not computed again. In the update rows stand at the left.
 - `_calculate_rewards`: read, to store a reward with its trajectory.
 - `_generate_and_score_completions`: encloses these; a rollout is stored when it returns. Old log-probs that the loss
   can do without are taken out of what it gives.
+- `_prepare_inputs`: encloses that; of the micro-batches that it has cut out of a generation batch and keeps in
+  `_buffered_inputs`, the one of `_step` first, narrow ones are made.
+- `_compute_loss`: makes up for rows that were left out of a micro-batch.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,18 +46,29 @@ from specrl_plugins.fingerprint import tokenizer_hash
 from specrl_plugins.no_cache import NoCache
 from specrl_plugins.pruning import GroupPruning, Pruner
 from trl_integration.callback import SpecRolloutCallback, load_pruner
-from trl_integration.checks import UnsupportedSetting, check_config, check_trainer, made_up, warn_of_little_use
+from trl_integration.checks import (
+    UnsupportedSetting,
+    check_config,
+    check_trainer,
+    keeps_padding,
+    made_up,
+    warn_of_little_use,
+)
 from trl_integration.config import SpecRolloutArguments
 from trl_integration.continuous_batching import recorded_generate_batch
 from trl_integration.distribution import SampledDistribution
 from trl_integration.engine_settings import engine_settings, refuse_wrong_drafting
 from trl_integration.hidden_states import last_hidden_states
-from trl_integration.padding import depends_on_width, narrow_logprobs
+from trl_integration.micro_batches import LOSS_SCALE, Batch, MicroBatches, unknown_columns
+from trl_integration.padding import narrow_logprobs
+from trl_integration.pending import PendingBatch, old_logprobs_wanted
 from trl_integration.ranks import EngineRanks, TrainingRanks
 from trl_integration.sampling import recorded_generate
 
 if TYPE_CHECKING:
     from specrl_plugins.intercept import Intercepted
+
+logger = logging.getLogger(__name__)
 
 
 class _TrainerEngine:
@@ -109,9 +125,9 @@ class SpecRolloutMixin:
     def __init__(self, *args: Any, **kwargs: Any):
         config = kwargs.get("args") or next((arg for arg in args if isinstance(arg, SpecRolloutArguments)), None)
         self.spec_rollout: SpeculativeRollout | None = None
-        self._rollout: Rollout | None = None  # from `_generate_single_turn` until it is stored
-        self._scored: list[NDArray] | None = None  # its log-probs by the trainer's forward, once TRL asked for them
-        self._rewards: list[float] | None = None
+        self._pending = PendingBatch()
+        self._micro_batches: MicroBatches | None = None  # `None`: all passes keep TRL's padding
+        self._warned_untrimmed = False
         if not isinstance(config, SpecRolloutArguments):
             super().__init__(*args, **kwargs)
             return
@@ -147,6 +163,8 @@ class SpecRolloutMixin:
             self._intercept_vllm(ranks)
         model = self.accelerator.unwrap_model(self.model)
         self._adapters = _adapters(model) if is_peft_model(model) else None
+        if config.spec_trim_padding and not keeps_padding(self):
+            self._micro_batches = MicroBatches.of(self, ranks.gather)
         self.add_callback(SpecRolloutCallback(self))
 
     def _intercept_vllm(self, ranks: TrainingRanks) -> None:
@@ -209,7 +227,7 @@ class SpecRolloutMixin:
         single_turn = super()._generate_single_turn
         # Where this batch has its rollout, TRL goes on after the calls of tools: a prompt with their results in it.
         evaluation = not self.model.training
-        if self.spec_rollout is None or evaluation or self._rollout is not None:
+        if self.spec_rollout is None or evaluation or self._pending.rollout is not None:
             output = single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
             if self.spec_rollout is not None and evaluation:
                 self.model.eval()  # continuous batching ends in training mode, where the next batch would be a rollout
@@ -221,13 +239,13 @@ class SpecRolloutMixin:
                 "`use_spec_rollout=True` does not work with images in prompts: these are known by their token ids, "
                 "which do not tell images apart."
             )
-        self._rollout = self._roll_out(
+        rollout = self._pending.rollout = self._roll_out(
             prompt_ids, lambda contexts: single_turn(contexts, images, multimodal_fields, *args, **kwargs)
         )
-        completion_ids = [response.tokens.tolist() for response in self._rollout.responses]
+        completion_ids = [response.tokens.tolist() for response in rollout.responses]
         if not self._single_turn_returns_logprobs:
             return completion_ids
-        return completion_ids, self._sampling_logprobs(self._rollout) if self.use_vllm else None
+        return completion_ids, self._sampling_logprobs(rollout) if self.use_vllm else None
 
     def _sampling_logprobs(self, rollout: Rollout) -> list[list[float]]:
         """What TRL's importance-sampling correction is told.
@@ -333,19 +351,21 @@ class SpecRolloutMixin:
         forward: Callable[..., torch.Tensor] | None = None,
         at_once: int | None = None,
         take: Callable[[list[int]], None] | None = None,
+        model: Any = None,
     ) -> list[NDArray[np.float32]]:
-        """See [`narrow_logprobs`]: by TRL's own forward, unless another one is given, and `at_once` rows at most."""
+        """See [`narrow_logprobs`]: by TRL's own forward, unless another one is given, and `at_once` rows at most. Of
+        the policy, unless another model is given."""
         assert self.spec_rollout is not None
         ranks, rows = self.spec_rollout.ranks, self.args.per_device_train_batch_size
+        model = self.model if model is None else model
 
         def logprobs(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
             if forward is None:
-                return super(SpecRolloutMixin, self)._get_per_token_logps_and_entropies(self.model, ids, mask, keep)[0]
+                return super(SpecRolloutMixin, self)._get_per_token_logps_and_entropies(model, ids, mask, keep)[0]
             with self.accelerator.autocast():
-                return forward(self.model, ids, mask, keep)
+                return forward(model, ids, mask, keep)
 
-        without_checkpoints = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with torch.no_grad(), without_checkpoints:
+        with self._scoring():
             scored = narrow_logprobs(
                 logprobs,
                 prompts,
@@ -355,8 +375,16 @@ class SpecRolloutMixin:
                 lambda forwards: max(ranks.gather(forwards)),
                 take,
             )
-        _shard_again(self.model)
+        if model is self.model:
+            _shard_again(model)
         return scored
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """As TRL scores: without gradients, and without the warning of checkpoints that are made for none."""
+        without_checkpoints = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), without_checkpoints:
+            yield
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -367,39 +395,53 @@ class SpecRolloutMixin:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        def by_trl(mask: torch.Tensor) -> Any:
+        def by_trl(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> Any:
             return super(SpecRolloutMixin, self)._get_per_token_logps_and_entropies(
-                model, input_ids, mask, logits_to_keep, *args, **kwargs
+                model, ids, mask, keep, *args, **kwargs
             )
 
+        rows = (input_ids, attention_mask, logits_to_keep)
+        if self._pending.rollout is None:
+            # An update; or an evaluation, which is TRL's, as is what brings columns of its own along.
+            narrow = self._micro_batches if torch.is_grad_enabled() else None
+            if narrow is None or any(map(torch.is_tensor, kwargs.values())):
+                return by_trl(*rows)
+            return narrow.forward(by_trl, *rows)
         # Between a rollout and its being stored TRL makes a pass over the policy, for the old log-probs, and one over
-        # the reference, which is TRL's.
-        if self._rollout is None or self._scored is not None or not self._is_policy(model):
-            return by_trl(attention_mask)
-        as_trl = self._loss_takes_old_logprobs or depends_on_width(self.model.config)
-        # Verification by the trainer knows some rows already, unless it scores a truncated distribution.
-        by_trainer = self.args.spec_verifier == "trainer" and not self._sampled.truncated
-        if as_trl and not by_trainer:
-            return by_trl(attention_mask)
-        responses, completion_mask = self._rollout.responses, attention_mask[:, -logits_to_keep:]
-        lengths, turns = completion_mask.sum(1).tolist(), [len(response.tokens) for response in responses]
-        if by_trainer:
-            # A row may go on after its rollout, with what tools answered. And TRL may mask whole rows
-            # (`mask_truncated_completions`), but the log-probs of their rollouts are wanted for the cache.
-            lengths = list(map(max, lengths, turns))
-        if as_trl:
+        # the reference.
+        if self._is_policy(model):
+            return self._old_logprobs(by_trl, *rows)
+        if self._micro_batches is None:
+            return by_trl(*rows)
+        lengths = attention_mask[:, -logits_to_keep:].sum(1).tolist()
+        return self._fill_in([None] * len(lengths), *rows, lengths, model), None, None
+
+    def _old_logprobs(
+        self, by_trl: Callable[..., Any], input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    ) -> tuple[torch.Tensor, None, None]:
+        """TRL's pass for the old log-probs, see [`old_logprobs_wanted`]."""
+        rollout = self._pending.rollout
+        assert rollout is not None
+        completion_mask = attention_mask[:, -logits_to_keep:]
+        wanted = old_logprobs_wanted(
+            rollout.responses, completion_mask.sum(1).tolist(), self.args.spec_verifier, self._sampled.truncated
+        )
+        if self._micro_batches is not None:
+            self._count_spared(rollout, wanted.known)
+            logprobs = self._fill_in(
+                wanted.known, input_ids, attention_mask, logits_to_keep, wanted.lengths, self.model
+            )
+        elif wanted.for_cache:
             columns = torch.arange(logits_to_keep, device=attention_mask.device)
-            wanted = columns < torch.tensor(lengths, device=attention_mask.device)[:, None]
-            logprobs = by_trl(torch.cat([attention_mask[:, :-logits_to_keep], wanted.to(attention_mask.dtype)], 1))[0]
+            mask = columns < torch.tensor(wanted.lengths, device=attention_mask.device)[:, None]
+            mask = torch.cat([attention_mask[:, :-logits_to_keep], mask.to(attention_mask.dtype)], 1)
+            logprobs = by_trl(input_ids, mask, logits_to_keep)[0]
         else:
-            known = [
-                response.logprobs if by_trainer and response.reused_whole and len(response.tokens) == length else None
-                for response, length in zip(responses, lengths, strict=True)
-            ]
-            self._count_spared(self._rollout, known)
-            logprobs = self._fill_in(known, input_ids, attention_mask, lengths, logits_to_keep)
-        if by_trainer:
-            self._scored = [line[:turn] for line, turn in zip(logprobs.float().cpu().numpy(), turns, strict=True)]
+            return by_trl(input_ids, attention_mask, logits_to_keep)
+        if wanted.for_cache:
+            turns = [len(response.tokens) for response in rollout.responses]  # rows may go on, with what tools answered
+            lines = logprobs.float().cpu().numpy()
+            self._pending.scored = [line[:turn] for line, turn in zip(lines, turns, strict=True)]
         return logprobs * completion_mask, None, None
 
     def _fill_in(
@@ -407,8 +449,9 @@ class SpecRolloutMixin:
         known: list[NDArray[np.float32] | None],
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
-        lengths: list[int],
         logits_to_keep: int,
+        lengths: list[int],
+        model: Any,
     ) -> torch.Tensor:
         """Log-probs of completions as TRL has padded them, where some rows are known; zero beyond `lengths` tokens."""
         ids = input_ids.cpu().numpy()
@@ -418,6 +461,7 @@ class SpecRolloutMixin:
         computed = self._narrow_forwards(
             [ids[row, starts[row] : begins] for row in unknown],
             [ids[row, begins : begins + lengths[row]] for row in unknown],
+            model=model,
         )
         filled = np.zeros((len(ids), logits_to_keep), np.float32)
         for row, logprobs in [*enumerate(known), *zip(unknown, computed, strict=True)]:
@@ -430,8 +474,8 @@ class SpecRolloutMixin:
         """Whether TRL's loss sets its log-probs against those of before the update: RLOO's does, GRPO's where a rollout
         serves several updates.
 
-        Then they are of TRL's own pass: from batches of another width, or from verification, they differ by the
-        rounding of bf16, and ratios would not begin at 1.
+        Then they are made in the micro-batches of the update: from forwards of another width, or from verification,
+        they differ by the rounding of bf16, and ratios would not begin at 1.
         """
         if isinstance(self, RLOOTrainer):
             return True
@@ -457,29 +501,77 @@ class SpecRolloutMixin:
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards_per_func = super()._calculate_rewards(*args, **kwargs)
-        if self._rollout is not None:
+        if self._pending.rollout is not None:
             weights = self.reward_weights.to(rewards_per_func.device)
             rewards = (rewards_per_func * weights).nansum(1)
             rewards[rewards_per_func.isnan().all(1)] = torch.nan
-            rows = len(self._rollout.responses)  # TRL gathers the rewards of all ranks
+            rows = len(self._pending.rollout.responses)  # TRL gathers the rewards of all ranks
             start = self.accelerator.process_index * rows
-            self._rewards = rewards[start : start + rows].tolist()
+            self._pending.rewards = rewards[start : start + rows].tolist()
         return rewards_per_func
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self._rollout = self._scored = self._rewards = None  # an interrupted step may have left its own
+        self._pending = PendingBatch()  # an interrupted step may have left its own
         output = super()._generate_and_score_completions(inputs)
-        if self.spec_rollout is not None and self._rollout is not None:
-            rollout, scored, rewards = self._rollout, self._scored, self._rewards
-            self._rollout = self._scored = self._rewards = None
+        pending, self._pending = self._pending, PendingBatch()
+        if self.spec_rollout is not None and pending.rollout is not None:
+            scored = pending.scored
             stored_by_trainer = self.args.use_spec_rollout and self.args.spec_verifier == "trainer"
             if scored is None and self.use_vllm and stored_by_trainer:
-                scored = self._score_generated(rollout)
-            _count_masked(rollout, output)
-            if not self._loss_takes_old_logprobs:  # vLLM's samples were corrected by them, and TRL's loss has its own
+                scored = self._score_generated(pending.rollout)
+            _count_masked(pending.rollout, output)
+            # vLLM's samples were corrected by them, and the loss has its own.
+            if self._micro_batches is not None and not self._loss_takes_old_logprobs:
                 output.pop("old_per_token_logps", None)
-            self.spec_rollout.store(rollout, scored, rewards)
+            self.spec_rollout.store(pending.rollout, scored, pending.rewards)
         return output
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """One micro-batch; a generation batch is made, and cut into all of its own, where there is none."""
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._micro_batches is None or self._buffered_inputs is before:
+            return inputs
+        self._buffered_inputs = self._trim(self._buffered_inputs, self._micro_batches)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _trim(self, batches: list[Batch], narrow: MicroBatches) -> list[Batch]:
+        """The micro-batches of the update, with old log-probs that were made in them where the loss takes any."""
+        assert self.spec_rollout is not None
+        if unknown := unknown_columns(batches[0]):
+            if not self._warned_untrimmed:
+                logger.warning("Batches keep TRL's padding: it is not known what the columns of %s are.", unknown)
+            self._warned_untrimmed = True
+            return batches
+        rows = sum(len(batch["advantages"]) for batch in batches)
+        batches = narrow(batches)
+        left_out = rows - sum(len(batch["advantages"]) for batch in batches)
+        counts = self.spec_rollout.ranks.gather((*narrow.tokens(batches), left_out, rows))
+        real, computed, left_out, rows = np.sum(counts, axis=0).tolist()
+        self._metrics["train"]["spec/update/real_token_share"].append(real / computed)
+        if self.args.spec_skip_zero_advantage:
+            self._metrics["train"]["spec/update/skipped_row_share"].append(left_out / rows)
+        if self._loss_takes_old_logprobs:
+            with self._scoring():
+                for batch in batches:
+                    self._renew_old_logprobs(batch, narrow)
+        return batches
+
+    def _renew_old_logprobs(self, batch: Batch, narrow: MicroBatches) -> None:
+        mask = batch["completion_mask"]
+        logprobs = narrow.forward(
+            partial(super()._get_per_token_logps_and_entropies, self.model),
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
+            torch.cat([batch["prompt_mask"], mask], 1),
+            mask.size(1),
+        )[0]
+        if "old_logps" in batch:  # RLOO's are of whole completions
+            batch["old_logps"] = (logprobs * mask).sum(1)
+        else:
+            batch["old_per_token_logps"] = logprobs
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
+        return super()._compute_loss(model, inputs) * inputs.get(LOSS_SCALE, 1.0)
 
     def _score_generated(self, rollout: Rollout) -> list[NDArray[np.float32]]:
         """Log-probs by the trainer where TRL did not ask for them: those of the engine may not be mixed with them."""
