@@ -52,6 +52,9 @@ CHECKPOINTING = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=
 EVALUATED = dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4, num_generations_eval=4)
 # Twelve rows of a rank: its second prompt's group straddles the ranks.
 PRUNED = trl_pruning.SETTINGS | dict(per_device_train_batch_size=12)
+# Three micro-batches of four rows on each rank.
+COMPARED = dict(per_device_train_batch_size=4, gradient_accumulation_steps=3, max_completion_length=24, compared=True)
+COMPARED |= dict(beta=0.05, num_train_epochs=2)
 ENGINE = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.1, vllm_max_model_length=64)
 # A CPU build of vLLM would give every process the same core.
 VARIABLES = dict(ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME="lo", VLLM_CPU_OMP_THREADS_BIND="nobind")
@@ -146,6 +149,10 @@ def data_parallel(tiny_model, tmp_path_factory):
         "lora": ROWS | LORA,
         "continuous batching": ROWS | LORA | CONTINUOUS_BATCHING,
         "pruned": PRUNED | dict(num_train_epochs=16),
+        "compared": COMPARED,
+        "compared skipping": COMPARED | dict(spec_skip_zero_advantage=True, loss_type="grpo", beta=0.0),
+        "compared iterations": COMPARED | dict(num_iterations=2, steps_per_generation=6),
+        "compared rloo": COMPARED | dict(rloo=True, spec_skip_zero_advantage=True),
     }
     return output, train_by_torchrun(tiny_model, output, runs)
 
@@ -153,6 +160,19 @@ def data_parallel(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize("name", ["grpo", "rloo", "lora", "lora-cut", "continuous batching"])
 def test_every_rank_finds_what_any_rank_made(data_parallel, name):
     check(data_parallel[1][name])
+
+
+@pytest.mark.parametrize("name", ["compared", "compared skipping", "compared iterations", "compared rloo"])
+def test_every_rank_has_trls_gradient(data_parallel, name):
+    first, second = data_parallel[1][name]
+    for rank in (first, second):
+        assert rank["differences"] and max(rank["differences"]) < 1e-9
+    # Ranks have as many rows in a micro-batch, and the widest at the same time.
+    for here, there in zip(first["micro_batches"], second["micro_batches"], strict=True):
+        assert [rows for rows, *_ in here] == [rows for rows, *_ in there]
+    if name != "compared":
+        assert any(rows < 4 for batch in first["micro_batches"] for rows, *_ in batch) == ("iterations" not in name)
+    assert first["weights"][0] == first["weights"][1]
 
 
 def check_pruned(ranks):

@@ -10,6 +10,7 @@ import trl
 import trl_tools
 from datasets import Dataset
 from trl_runs import CheckedGRPOTrainer, build, history, settings
+from trl_update import ComparedGRPOTrainer
 
 from trl_integration import SpecGRPOTrainer
 
@@ -47,6 +48,16 @@ def test_the_first_turn_is_reused_and_log_probs_are_right(model, tmp_path, chang
     # Of the first turns that were reused whole, some are the whole response and some are not.
     assert total.full_reuse_rows > trainer.went_on_rows > 0
     assert not any(history(trainer, "tools/failure_frequency"))
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
+def test_what_tools_answered_is_left_out_of_the_gradient_as_in_trl(model, tmp_path, loss_type):
+    changes = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, num_train_epochs=2)
+    args = settings(tmp_path, **trl_tools.SETTINGS | changes, loss_type=loss_type, spec_skip_zero_advantage=True)
+    trainer = tools_run(model, args, trainer=ComparedGRPOTrainer)
+    trainer.train()
+    assert trainer.differences and max(trainer.differences) < 1e-9
+    assert history(trainer, "tools/call_frequency") and max(history(trainer, "spec/update/skipped_row_share")) > 0
 
 
 def test_flag_off_is_trl_and_flag_on_samples_the_same_first_epoch(model, tmp_path):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 from trl.trainer.utils import split_tensor_dict
 from trl_runs import PROMPTS, RecordedReward, build, history, settings, timeless
-from trl_update import ComparedGRPOTrainer, ComparedRLOOTrainer
+from trl_update import ComparedGRPOTrainer, ComparedRLOOTrainer, seldom
 
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig
 from trl_integration.checks import UnsupportedSetting, keeps_padding
@@ -83,12 +83,6 @@ def test_every_setting_has_trls_gradient(tiny_model, tmp_path, changes):
 @pytest.mark.parametrize("changes", [dict(), dict(beta=0.1), dict(num_iterations=2), dict(steps_per_generation=8)])
 def test_rloo_has_trls_gradient(tiny_model, tmp_path, changes):
     compared(tiny_model, tmp_path, ComparedRLOOTrainer, **changes)
-
-
-def seldom(completions, **kwargs):
-    """A reward that is the same within many groups, and within some but not all micro-batches."""
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [float(sum(x.isdigit() for x in text) >= 6) for text in texts]
 
 
 def never(completions, **kwargs):

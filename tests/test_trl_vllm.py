@@ -33,6 +33,7 @@ from trl_runs import (
     stored_beyond_policy,
     timeless,
 )
+from trl_update import ComparedGRPOTrainer
 
 from specrl_plugins import FingerprintMismatch
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig
@@ -218,6 +219,25 @@ def test_lora_whose_adapters_are_merged_for_the_engine(tiny_model, tmp_path, cha
     total = trainer.spec_rollout.total
     assert 0 < total.reused_tokens < total.drafted_tokens  # the policy moves
     assert trainer.checked_rows == 9 * 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(vllm_importance_sampling_mode="sequence_mask", loss_type="bnpo"),
+        dict(vllm_importance_sampling_mode="sequence_truncate"),
+        dict(vllm_importance_sampling_mode="token_mask", loss_type="vespo"),
+        dict(vllm_importance_sampling_mode="token_truncate", num_iterations=2, beta=0.05),
+        dict(off_policy_mask_threshold=1e-3, spec_skip_zero_advantage=True),
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_corrected_samples_have_trls_gradient(tiny_model, tmp_path, changes):
+    """With ratios that are not 1: reused tokens count as sampled by the policy that wrote them."""
+    rows = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=24)
+    told = dict(spec_reused_logprobs="behaviour", num_train_epochs=2, learning_rate=5e-3)
+    trainer, _ = run(tiny_model, tmp_path, trainer=ComparedGRPOTrainer, **rows | told | changes)
+    assert trainer.differences and max(trainer.differences) < 1e-9
 
 
 class CorrectedTrainer(SpecGRPOTrainer, AsMade):

@@ -38,6 +38,7 @@ from trl_runs import (
     settings,
     whole_weights,
 )
+from trl_update import ComparedGRPOTrainer, ComparedRLOOTrainer, seldom
 
 from trl_integration import SpecGRPOConfig, SpecRLOOConfig
 
@@ -51,13 +52,16 @@ class DiesAt(TrainerCallback):
 
 
 def run(
-    model: str, output: Path, rloo=False, resume=None, lora=None, tools_model=None, prompts=PROMPTS, **changes
-) -> None:
+    model: str, output: Path, rloo=False, resume=None, lora=None, tools_model=None, compared=False, prompts=PROMPTS,
+    **changes,
+) -> None:  # fmt: skip
     start = time.perf_counter()
     args = settings(output, SpecRLOOConfig if rloo else SpecGRPOConfig, **changes)
     more = trl_tools.parts(tools_model) if tools_model else dict(reward_funcs=RecordedReward(), prompts=prompts)
     if changes.get("spec_prune"):
         more["reward_funcs"] = RecordedReward(reward_told_at_detection)
+    if changes.get("spec_skip_zero_advantage"):
+        more["reward_funcs"] = RecordedReward(seldom)
     if lora is not None:
         from peft import LoraConfig
 
@@ -69,6 +73,8 @@ def run(
         vllm_cpu.repair()
         vllm_gpu.in_fp32()
     trainer_class = CheckedRLOOTrainer if rloo else CheckedPruning if changes.get("spec_prune") else CheckedGRPOTrainer
+    if compared:
+        trainer_class = ComparedRLOOTrainer if rloo else ComparedGRPOTrainer
     if args.eval_strategy != "no":
         more["eval_dataset"] = Dataset.from_dict({"prompt": prompts[:4]})
     trainer = build(tools_model or model, args, trainer=trainer_class, **more)
@@ -79,6 +85,7 @@ def run(
     seen = {
         "checked_rows": getattr(trainer, "checked_rows", 0),
         "differences": getattr(trainer, "differences", {}),
+        "micro_batches": getattr(trainer, "shapes", []),
         "went_on_rows": getattr(trainer, "went_on_rows", 0),
         "rollouts": [(len(done.responses), len(done.pruned)) for done in getattr(trainer, "rollouts", [])],
         "total": vars(core.total),

@@ -11,6 +11,12 @@ from double_precision import double_head, doubled
 from trl_integration import SpecGRPOTrainer, SpecRLOOTrainer
 
 
+def seldom(completions, **kwargs):
+    """A reward that is the same within many groups, and within some but not all micro-batches."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(sum(x.isdigit() for x in text) >= 6) for text in texts]
+
+
 class Compared:
     """Before a generation batch is trained on: the gradients of all its windows, by TRL's micro-batches and by ours.
 
@@ -19,12 +25,11 @@ class Compared:
     """
 
     plain: type
-    # Ours may leave out no window, and no more than one loss.
     in_double = True
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.differences, self.shapes, self.wide, self.ratios = [], [], [], []
+        self.differences, self.shapes, self.wide = [], [], []
         if self.in_double:
             doubled(self.accelerator.unwrap_model(self.model))
             if getattr(self, "ref_model", None) is not None:
