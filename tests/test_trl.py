@@ -995,5 +995,5 @@ def test_all_settings_are_command_line_flags():
 def test_every_setting_has_help():
     fields = SpecGRPOConfig.__dataclass_fields__.values()
     ours = [field for field in fields if field.name.startswith(("spec_", "use_spec"))]
-    assert len(ours) == 17
+    assert len(ours) == 19
     assert all(field.metadata.get("help") for field in ours)

@@ -90,10 +90,10 @@ def test_reuse_begins_with_the_second_epoch_and_log_probs_are_right(tiny_model, 
     assert fraction[:first_epoch] == [0] * first_epoch
     assert min(fraction[first_epoch:]) > 0
     assert trainer.checked_rows == sum(history(trainer, "spec/draft_hit_rate")) * 8 + first_epoch * 8
-    # What the trainer verified is not computed again, be it TRL that asks for it or what is stored; but for where the
-    # loss is told what the pass computes.
+    # What the trainer verified is not computed again, be it TRL that asks for it or what is stored; but for what the
+    # loss is told, which is computed in the micro-batches of the update.
     total, by_engine = trainer.spec_rollout.total, changes.get("spec_verifier") == "engine"
-    again = total.full_reuse_rows if "num_iterations" in changes else 0
+    again = total.rows if "num_iterations" in changes else 0
     assert trainer.computed_rows == total.rows + again + (
         0 if by_engine else total.verified_rows - total.full_reuse_rows
     )
@@ -103,11 +103,7 @@ def test_reuse_begins_with_the_second_epoch_and_log_probs_are_right(tiny_model, 
 
 
 @pytest.mark.parametrize("trim", [True, False])
-def test_the_pass_for_importance_sampling_computes_no_padding_of_the_longest_row(
-    tiny_model, tmp_path, monkeypatch, trim
-):
-    """But for a model whose positions depend on the width of a forward."""
-    monkeypatch.setattr("trl_integration.trainer.depends_on_width", lambda config: not trim)
+def test_no_pass_computes_the_padding_of_the_longest_row(tiny_model, tmp_path, trim):
     masks = []
 
     class Watched(trl.GRPOTrainer):
@@ -115,17 +111,19 @@ def test_the_pass_for_importance_sampling_computes_no_padding_of_the_longest_row
             masks.append((torch.is_grad_enabled(), attention_mask))
             return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
 
-    changes = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=32)
+    changes = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_completion_length=32, beta=0.1)
     trainer = type("WatchedTrainer", (CheckedGRPOTrainer, Watched), {})
-    trainer, _ = run(tiny_model, tmp_path, trainer=trainer, num_train_epochs=1, **changes)
+    trainer, _ = run(tiny_model, tmp_path, trainer=trainer, num_train_epochs=1, spec_trim_padding=trim, **changes)
     assert trainer.checked_rows == 3 * 8
     passes, updates = ([mask for in_update, mask in masks if in_update is kind] for kind in (False, True))
     assert len(updates) == 3 * 4
+    tokens = [sum(mask.numel() for mask in kind) for kind in (passes, updates)]
+    padded = sum(8 * max(mask.size(1) for mask in updates[4 * step : 4 * step + 4]) for step in range(3))
     if trim:
-        assert all(mask.all() for mask in passes)
-        assert sum(mask.numel() for mask in passes) < sum(mask.numel() for mask in updates)
+        assert all(mask.all() for mask in passes + updates)  # padding stands behind, where it needs none
+        assert tokens[0] < 2 * padded and tokens[1] < padded  # the former of the policy and of the reference
     else:
-        assert sum(mask.numel() for mask in passes) == sum(mask.numel() for mask in updates)
+        assert tokens == [2 * padded, padded]
 
 
 def test_everything_is_logged_and_a_run_is_resumed(tiny_model, tmp_path, caplog):
@@ -245,7 +243,9 @@ class CorrectedTrainer(SpecGRPOTrainer, AsMade):
 
     def _generate_single_turn(self, *args, **kwargs):
         answer = super()._generate_single_turn(*args, **kwargs)
-        self.drafts = [(r.prefix, r.draft.logprobs[: r.prefix] if r.prefix else []) for r in self._rollout.responses]
+        self.drafts = [
+            (r.prefix, r.draft.logprobs[: r.prefix] if r.prefix else []) for r in self._pending.rollout.responses
+        ]
         return answer
 
     def _generate_and_score_completions(self, inputs):

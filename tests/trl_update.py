@@ -74,13 +74,7 @@ class Compared:
 
     def _gradients(self, loss, batches):
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        model, pending = self.model, self._micro_batches
-        if loss is self.plain._compute_loss:  # whose forward is TRL's too
-            self._micro_batches = None
-        try:
-            total = sum(loss(self, model, batch) for batch in batches)
-        finally:
-            self._micro_batches = pending
+        total = sum(loss(self, self.model, batch) for batch in batches)
         gradients = torch.autograd.grad(total, parameters, allow_unused=True)
         return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
 

@@ -21,7 +21,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,6 +126,7 @@ class SpecRolloutMixin:
         self.spec_rollout: SpeculativeRollout | None = None
         self._pending = PendingBatch()
         self._micro_batches: MicroBatches | None = None  # `None`: all passes keep TRL's padding
+        self._updates = False  # while the loss of an update, or what it is compared with, is computed
         self._warned_untrimmed = False
         if not isinstance(config, SpecRolloutArguments):
             super().__init__(*args, **kwargs)
@@ -402,11 +402,10 @@ class SpecRolloutMixin:
 
         rows = (input_ids, attention_mask, logits_to_keep)
         if self._pending.rollout is None:
-            # An update; or an evaluation, which is TRL's, as is what brings columns of its own along.
-            narrow = self._micro_batches if torch.is_grad_enabled() else None
-            if narrow is None or any(map(torch.is_tensor, kwargs.values())):
+            # The update; or an evaluation, which is TRL's, as is what brings columns of its own along.
+            if self._micro_batches is None or not self._updates or any(map(torch.is_tensor, kwargs.values())):
                 return by_trl(*rows)
-            return narrow.forward(by_trl, *rows)
+            return self._micro_batches.forward(by_trl, *rows)
         # Between a rollout and its being stored TRL makes a pass over the policy, for the old log-probs, and one over
         # the reference.
         if self._is_policy(model):
@@ -552,15 +551,15 @@ class SpecRolloutMixin:
         if self.args.spec_skip_zero_advantage:
             self._metrics["train"]["spec/update/skipped_row_share"].append(left_out / rows)
         if self._loss_takes_old_logprobs:
-            with self._scoring():
+            with self._scoring(), self._update():
                 for batch in batches:
-                    self._renew_old_logprobs(batch, narrow)
+                    self._renew_old_logprobs(batch)
         return batches
 
-    def _renew_old_logprobs(self, batch: Batch, narrow: MicroBatches) -> None:
+    def _renew_old_logprobs(self, batch: Batch) -> None:
         mask = batch["completion_mask"]
-        logprobs = narrow.forward(
-            partial(super()._get_per_token_logps_and_entropies, self.model),
+        logprobs = self._get_per_token_logps_and_entropies(
+            self.model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
             torch.cat([batch["prompt_mask"], mask], 1),
             mask.size(1),
@@ -571,7 +570,17 @@ class SpecRolloutMixin:
             batch["old_per_token_logps"] = logprobs
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
-        return super()._compute_loss(model, inputs) * inputs.get(LOSS_SCALE, 1.0)
+        with self._update() if self.model.training else nullcontext():
+            return super()._compute_loss(model, inputs) * inputs.get(LOSS_SCALE, 1.0)
+
+    @contextmanager
+    def _update(self) -> Iterator[None]:
+        """While open, forwards are those of the update."""
+        self._updates = True
+        try:
+            yield
+        finally:
+            self._updates = False
 
     def _score_generated(self, rollout: Rollout) -> list[NDArray[np.float32]]:
         """Log-probs by the trainer where TRL did not ask for them: those of the engine may not be mixed with them."""
