@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,8 @@ import torch
 import trl
 from datasets import Dataset
 from numpy.typing import NDArray
-from packed import PACKED, packed_logprobs
 from replay_rollouts import SAMPLES, Shape
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from specrl_plugins import Rollout, RolloutCounts, prompt_key
@@ -196,11 +195,15 @@ class PackedTrainer(TrimmedTrainer):
     """Rows of a micro-batch end to end."""
 
     def begin(self, plan: list[Profile]) -> None:
+        from packed import PACKED
+
         super().begin(plan)
         self.accelerator.unwrap_model(self.model).set_attn_implementation(PACKED)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *rows: Any, **kwargs: Any) -> Any:
         if self._updates:
+            from packed import packed_logprobs
+
             return packed_logprobs(self, model, *rows)
         return super()._get_per_token_logps_and_entropies(model, *rows, **kwargs)
 
@@ -225,13 +228,13 @@ def measure(kind: type, shape: Shape, directory: Path, plan: list[Profile], outp
         use_cpu=not on_gpu, vllm_importance_sampling_mode="token_truncate", report_to="none", save_strategy="no",
         disable_tqdm=True, logging_steps=1000,
     )  # fmt: skip
-    ours = issubclass(kind, SpecGRPOTrainer)
+    config: Any = trl.GRPOConfig
+    if issubclass(kind, SpecGRPOTrainer):
+        config = partial(SpecGRPOConfig, use_spec_rollout=True, spec_guard=False)
     rng = np.random.default_rng(replay_rollouts.SEED)
     trainer = kind(
         model=model(),
-        args=SpecGRPOConfig(use_spec_rollout=True, spec_guard=False, **settings)
-        if ours
-        else trl.GRPOConfig(**settings),
+        args=config(**settings),
         reward_funcs=lambda completions, **kwargs: rng.random(len(completions)).tolist(),
         # The tokenizer has a token for each letter.
         train_dataset=Dataset.from_dict(
