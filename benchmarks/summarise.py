@@ -27,6 +27,7 @@ MOST_REPLAYED = "spec-rl-2048-rows-0.67-reused-900-tokens"
 RUN_REPLAYED = "run-reuse-1024"  # lengths of a training run with long answers
 # The folders of `train_side_by_side.py`, by the names of their tables in `docs/results.md` and of their charts there.
 TRAININGS = {
+    "trimmed": "trimmed-h200",
     "sweep": "sweep-h200",
     "suffix": "suffix-h200",
     "large-batch-seeds": "large-batch-seeds-h200",
@@ -40,6 +41,8 @@ TRAININGS = {
 }
 LARGE_BATCH = (TRAININGS["large-batch-seeds"], TRAININGS["large-batch"])  # 1,024 responses a step
 DEFAULTS = (TRAININGS["sweep"], TRAININGS["suffix"])  # 512
+TRIMMED = (TRAININGS["trimmed"],)  # 512, with an update without padding
+UPDATE = "update-h200"
 LOW_RATE, HIGH_RATE, PRUNED = (TRAININGS[name] for name in ("low-rate", "training", "pruning"))
 WITHIN_SPREAD = "within plain's spread"  # the goal of the reward after as many steps
 THE_PRODUCT = "the product of the two"
@@ -189,6 +192,10 @@ def _against_plain(directories: tuple[str, ...]) -> dict[str, Place | Pooled]:
     }
 
 
+def _update(name: str) -> Place:
+    return Place(UPDATE, (name,))
+
+
 def _pruned(*value: str) -> Place:
     return _training(PRUNED, value)
 
@@ -205,7 +212,7 @@ def _openrlhf(stage: str) -> Place:
 _CORE = ("now", 0, "caches", 0)
 _CORE_SECONDS = ("runs", 0, "seconds_a_million_tokens", "all", "cpu_s", "median")
 
-_LARGE, _SMALL = _against_plain(LARGE_BATCH), _against_plain(DEFAULTS)
+_LARGE, _SMALL, _TRIMMED = (_against_plain(folders) for folders in (LARGE_BATCH, DEFAULTS, TRIMMED))
 
 FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] = {
     # name: what it is, its goal, where it may be found (best first)
@@ -403,6 +410,62 @@ FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] =
         WITHIN_SPREAD,
         [_training(HIGH_RATE, ("reuse", "against_plain", "final"))],
     ),
+    "update_speedup": (
+        "update of 512 responses of 848 tokens, at most 4,096, the shape of Qwen3-1.7B: TRL's / without padding",
+        ">= 3",
+        [_update("update_speedup")],
+    ),
+    "update_memory_ratio": (
+        "its most memory, without padding / TRL's",
+        "<= 1",
+        [_update("update_memory_ratio")],
+    ),
+    "real_token_share": (
+        "tokens of prompts and completions, of all that it computes",
+        ">= 0.85",
+        [_update("real_token_share")],
+    ),
+    "reference_speedup": (
+        "the reference's log-probs of the same, TRL's pass / ours",
+        None,
+        [_update("reference_speedup")],
+    ),
+    "step_speedup_paper_lengths": (
+        "whole step of the same, rollout and reference included: TRL's / ours with two thirds reused",
+        ">= 2.5",
+        [_update("step_speedup_paper_lengths")],
+    ),
+    "step_speedup_paper_lengths_without_reference": (
+        "the same without a reference",
+        ">= 2.5",
+        [_update("step_speedup_paper_lengths_without_reference")],
+    ),
+    "update_speedup_smollm2": (
+        "`update_speedup` of 512 responses of 205 tokens, at most 512",
+        None,
+        [_update("update_speedup_smollm2")],
+    ),
+    "step_speedup_trimmed": (
+        "whole training step, SmolLM2-135M, 512 responses, five seeds: plain / the shipped defaults",
+        None,
+        [_TRIMMED["step_speedup"]],
+    ),
+    "time_to_reward_trimmed": (
+        "seconds until 90% of plain's reward at the end of the same",
+        None,
+        [_TRIMMED["time_to_reward"]],
+    ),
+    "time_to_reward_80_trimmed": ("the same until 80%", None, [_TRIMMED["time_to_reward_80"]]),
+    "final_reward_trimmed": (
+        "expected reward after the last steps of the same, the shipped defaults / plain",
+        WITHIN_SPREAD,
+        [_TRIMMED["final_reward"]],
+    ),
+    "plain_spread_trimmed": (
+        "plain's reward at the end of the same: standard deviation over seeds / mean",
+        None,
+        [_TRIMMED["plain_spread"]],
+    ),
     "old_logprobs_speedup": (
         "TRL's pass for the old log-probs at SPEC-RL's lengths: all rows as wide as the longest / by length",
         None,
@@ -500,6 +563,13 @@ GOALS = {
     "seconds until 90% of plain's reward at the end, plain / the shipped defaults": {
         "time_to_reward": "1,024 responses ",
         "time_to_reward_512": "512 responses ",
+    },
+    "update without padding, TRL's / ours": {"update_speedup": "512 responses of 848 tokens "},
+    "its most memory, ours / TRL's": {"update_memory_ratio": ""},
+    "real tokens, of all that the update computes": {"real_token_share": ""},
+    "whole step at those lengths, TRL's / ours": {
+        "step_speedup_paper_lengths": "with a reference ",
+        "step_speedup_paper_lengths_without_reference": "without ",
     },
     "whole step, 16 responses a prompt trained on / pruned to 8": {"prune_step_speedup": ""},
     "the same with reuse, against pruning and reuse alone": {"both_step_speedup": ""},

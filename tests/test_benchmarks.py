@@ -81,6 +81,24 @@ def test_old_logprobs():
 
 
 @pytest.mark.trl
+@pytest.mark.slow
+def test_update(tmp_path):
+    pytest.importorskip("trl")
+    sides = ("trl", "trimmed", "masked", "packed")
+    report = report_of(run("update.py", "--output", tmp_path / "out.json", "--shape", "tiny", "--sides", *sides))
+    assert json.loads((tmp_path / "out.json").read_text()) == report
+    for profile in ("paper", "smollm2"):
+        steps = {step["side"]: step for step in report["measured"] if step["profile"] == profile}
+        assert steps.keys() == set(sides) and len({step["real_tokens"] for step in steps.values()}) == 1
+        computed = [steps[side]["update_tokens"] for side in sides]
+        assert computed[0] > computed[2] >= computed[1] > computed[3] == steps["packed"]["real_tokens"]
+        for step in steps.values():
+            seconds = step["seconds"]
+            assert min(seconds.values()) > 0
+            assert seconds["step"] > seconds["old_logprobs"] + seconds["reference"] + seconds["update"]
+
+
+@pytest.mark.trl
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("profiles", [["spec-rl", "run"], ["run"]])
