@@ -18,7 +18,7 @@ from specrl_plugins.pruning import Pruner, PruningSettings
 from specrl_plugins.ranks import leads_node, together
 from specrl_plugins.report import RUN_LOG
 from trl_integration.checks import keeps_padding, warm_share
-from trl_integration.micro_batches import company
+from trl_integration.micro_batches import coupling
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class SpecRolloutCallback(RunLog):
         """Say what is trimmed less than elsewhere."""
         if why := keeps_padding(self.trainer):
             print(f"Padding: the update and the passes before it keep TRL's, since {why}.")
-        elif reasons := company(self.trainer):
+        elif reasons := coupling(self.trainer):
             print(
                 "Padding: micro-batches are trimmed, and rows stay in that to which TRL deals them, since the loss of "
                 f"a row depends on the others there: {'; '.join(reasons)}."

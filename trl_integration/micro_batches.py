@@ -44,7 +44,7 @@ def loss_type(trainer: Any) -> str:
     return "rloo" if isinstance(trainer, RLOOTrainer) else trainer.loss_type
 
 
-def company(trainer: Any) -> list[str]:
+def coupling(trainer: Any) -> list[str]:
     """What makes the weight of a row depend on the rows that share its micro-batch, each named by its setting.
 
     Args:
@@ -121,7 +121,7 @@ class MicroBatches:
         # epoch, and so at any multiple of this within a generation batch.
         window = gcd(args.steps_per_generation, args.gradient_accumulation_steps)
         return cls(
-            window=1 if company(trainer) else window,
+            window=1 if coupling(trainer) else window,
             divisor=DIVISORS.get(loss_type(trainer), "unknown"),
             multiple=trainer.pad_to_multiple_of or 1,
             stands_left=not trainer.aux_loss_enabled,  # which counts the tokens that the mask shows
@@ -138,20 +138,20 @@ class MicroBatches:
         """
         windows = [_joined(batches[start : start + self.window]) for start in range(0, len(batches), self.window)]
         if not self.skips:
-            return [part for window in windows for part in self._deal(window, len(window["advantages"]))]
-        taught = [int(_teaches(window).sum()) for window in windows]
-        most = np.max(self.gather(taught), axis=0)  # of any rank
+            return [part for window in windows for part in self._split(window, len(window["advantages"]))]
+        advantaged = [int(_has_advantage(window).sum()) for window in windows]
+        most = np.max(self.gather(advantaged), axis=0)  # of any rank
         sizes = np.maximum(most, self.window).tolist()
-        return [part for window, size in zip(windows, sizes, strict=True) for part in self._deal(window, size)]
+        return [part for window, size in zip(windows, sizes, strict=True) for part in self._split(window, size)]
 
-    def _deal(self, window: Batch, size: int) -> list[Batch]:
+    def _split(self, window: Batch, size: int) -> list[Batch]:
         """The micro-batches of a window, of `size` rows together."""
         rows, tokens = len(window["advantages"]), int(_in_loss(window).sum())
-        teaches = _teaches(window) if self.skips else torch.ones(rows, dtype=torch.bool)
+        counts = _has_advantage(window) if self.skips else torch.ones(rows, dtype=torch.bool)
         if self.skips:
-            window["completion_mask"] = window["completion_mask"] * teaches[:, None]
+            window["completion_mask"] = window["completion_mask"] * counts[:, None]
         lengths = (window["prompt_mask"].sum(1) + window["completion_mask"].sum(1)).tolist()
-        first = sorted(range(rows), key=list(zip(teaches.tolist(), lengths, strict=True)).__getitem__, reverse=True)
+        first = sorted(range(rows), key=list(zip(counts.tolist(), lengths, strict=True)).__getitem__, reverse=True)
         parts = [_select(window, part.tolist()) for part in np.array_split(first[:size], self.window)]
         for part in parts if self.skips else ():
             if self.divisor == "rows":
@@ -210,7 +210,7 @@ def unknown_columns(batch: Batch) -> list[str]:
     return sorted(key for key, value in batch.items() if getattr(value, "ndim", 0) > 1 and key not in known)
 
 
-def _teaches(batch: Batch) -> torch.Tensor:
+def _has_advantage(batch: Batch) -> torch.Tensor:
     """Whether a row has an advantage, of shape `(rows,)`."""
     return (batch["advantages"] != 0).reshape(len(batch["advantages"]), -1).any(1)
 
