@@ -16,6 +16,7 @@ Sides:
 
     PYTHONPATH=. python benchmarks/update.py --output OUT.json --rollout           # one GPU; about 8 minutes on an H200
     PYTHONPATH=. python benchmarks/update.py --output OUT.json --shape tiny        # a rehearsal on a CPU
+    PYTHONPATH=. python benchmarks/update.py --output OUT.json --shape tiny --scale 4 --repeats 3      # in minutes
 
 `--rollout` also measures the rollout of the `paper` responses as `replay_rollouts.py` does, plain and with two thirds
 reused, for the seconds of a whole step. OUT.json is rewritten after each measurement, and printed at the end. Sides are
@@ -315,12 +316,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=replay_rollouts.SHAPES, default="qwen3-1.7b")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["trl", "trimmed"])
     parser.add_argument("--profiles", nargs="+", choices=("paper", "smollm2"), default=["paper", "smollm2"])
-    parser.add_argument("--rows", type=int, help="responses at once (default: 512, divided as the shape says)")
+    parser.add_argument("--scale", type=int, help="what rows and lengths are divided by (default: the shape's)")
+    parser.add_argument("--rows", type=int, help="responses at once (default: 512, so divided)")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--rollout", action="store_true", help="also measure rollouts, for whole steps")
     parser.add_argument("--commit", help="what is measured, where the checkout has no history to ask")
     options = parser.parse_args()
     shape = replay_rollouts.SHAPES[options.shape]
+    shape = replace(shape, scale=options.scale or shape.scale)
     rows = options.rows or 512 // shape.scale
     plan = [p for p in profiles(rows, shape.scale) if p.name in ("warm-up", *options.profiles)]
     report = replay_rollouts.header(options.shape, options.commit or core.commit()) | {
