@@ -27,7 +27,6 @@ MOST_REPLAYED = "spec-rl-2048-rows-0.67-reused-900-tokens"
 RUN_REPLAYED = "run-reuse-1024"  # lengths of a training run with long answers
 # The folders of `train_side_by_side.py`, by the names of their tables in `docs/results.md` and of their charts there.
 TRAININGS = {
-    "trimmed": "trimmed-h200",
     "sweep": "sweep-h200",
     "suffix": "suffix-h200",
     "large-batch-seeds": "large-batch-seeds-h200",
@@ -41,7 +40,6 @@ TRAININGS = {
 }
 LARGE_BATCH = (TRAININGS["large-batch-seeds"], TRAININGS["large-batch"])  # 1,024 responses a step
 DEFAULTS = (TRAININGS["sweep"], TRAININGS["suffix"])  # 512
-TRIMMED = (TRAININGS["trimmed"],)  # 512, with an update without padding
 UPDATE = "update-h200"
 LOW_RATE, HIGH_RATE, PRUNED = (TRAININGS[name] for name in ("low-rate", "training", "pruning"))
 WITHIN_SPREAD = "within plain's spread"  # the goal of the reward after as many steps
@@ -212,7 +210,7 @@ def _openrlhf(stage: str) -> Place:
 _CORE = ("now", 0, "caches", 0)
 _CORE_SECONDS = ("runs", 0, "seconds_a_million_tokens", "all", "cpu_s", "median")
 
-_LARGE, _SMALL, _TRIMMED = (_against_plain(folders) for folders in (LARGE_BATCH, DEFAULTS, TRIMMED))
+_LARGE, _SMALL = _against_plain(LARGE_BATCH), _against_plain(DEFAULTS)
 
 FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] = {
     # name: what it is, its goal, where it may be found (best first)
@@ -441,35 +439,14 @@ FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] =
         [_update("step_speedup_paper_lengths_without_reference")],
     ),
     "update_speedup_smollm2": (
-        "`update_speedup` of 512 responses of 205 tokens, at most 512",
+        "`update_speedup` of 512 responses of 223 tokens, at most 512",
         None,
         [_update("update_speedup_smollm2")],
     ),
-    "step_speedup_trimmed": (
-        "whole training step, SmolLM2-135M, 512 responses, five seeds: plain / the shipped defaults",
-        None,
-        [_TRIMMED["step_speedup"]],
-    ),
-    "time_to_reward_trimmed": (
-        "seconds until 90% of plain's reward at the end of the same",
-        None,
-        [_TRIMMED["time_to_reward"]],
-    ),
-    "time_to_reward_80_trimmed": ("the same until 80%", None, [_TRIMMED["time_to_reward_80"]]),
-    "final_reward_trimmed": (
-        "expected reward after the last steps of the same, the shipped defaults / plain",
-        WITHIN_SPREAD,
-        [_TRIMMED["final_reward"]],
-    ),
-    "plain_spread_trimmed": (
-        "plain's reward at the end of the same: standard deviation over seeds / mean",
-        None,
-        [_TRIMMED["plain_spread"]],
-    ),
     "old_logprobs_speedup": (
-        "TRL's pass for the old log-probs at SPEC-RL's lengths: all rows as wide as the longest / by length",
+        "the pass for the old log-probs of the same 512 responses of 848 tokens, TRL's / ours",
         None,
-        [Place("old-logprobs-narrow-h200", ("ratio",))],
+        [_update("old_logprobs_speedup")],
     ),
     "prune_step_speedup": (
         "whole training step: all of 16 responses a prompt trained on / pruned to 8",

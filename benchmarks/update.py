@@ -6,7 +6,8 @@ then comes the update, in micro-batches of as many rows as the shape says, with 
 After a step of short responses that is not counted, the steps have the lengths of
 
 - `paper`: SPEC-RL's figures (`replay_rollouts.published`): 512 responses, 848 tokens on average, 4,096 at most;
-- `smollm2`: the training runs here: 512 responses, 205 tokens on average, 512 at most. Exponential, cut at the cap.
+- `smollm2`: about those of the training runs here: 512 responses, 223 tokens on average, 512 at most. Exponential, cut
+  at the cap.
 
 Sides:
 
@@ -71,7 +72,7 @@ def profiles(rows: int, scale: int) -> list[Profile]:
     """A short one to warm up, and those that are measured."""
     published = replay_rollouts.published(replay_rollouts.Setting(rows=rows * scale), scale)
     rng = np.random.default_rng(replay_rollouts.SEED)
-    ended = np.clip(1 + rng.exponential(230, rows), 2, 512) // scale  # 205 on average, once cut
+    ended = np.clip(1 + rng.exponential(230, rows), 2, 512) // scale
     short = np.repeat(rng.integers(64, 129, rows // SAMPLES), SAMPLES) // scale
     return [
         Profile("warm-up", np.maximum(1, published.prompts // 8), np.maximum(1, published.responses // 32)),

@@ -55,6 +55,7 @@ PRUNED = trl_pruning.SETTINGS | dict(per_device_train_batch_size=12)
 # Three micro-batches of four rows on each rank.
 COMPARED = dict(per_device_train_batch_size=4, gradient_accumulation_steps=3, max_completion_length=24, compared=True)
 COMPARED |= dict(beta=0.05, num_train_epochs=2)
+TWICE_AS_MANY = [f"{a}+{b}=?" for a in range(4) for b in range(3)]
 ENGINE = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.1, vllm_max_model_length=64)
 # A CPU build of vLLM would give every process the same core.
 VARIABLES = dict(ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME="lo", VLLM_CPU_OMP_THREADS_BIND="nobind")
@@ -151,7 +152,7 @@ def data_parallel(tiny_model, tmp_path_factory):
         "pruned": PRUNED | dict(num_train_epochs=16),
         "compared": COMPARED,
         "compared skipping": COMPARED | dict(spec_skip_zero_advantage=True, loss_type="grpo", beta=0.0),
-        "compared iterations": COMPARED | dict(num_iterations=2, steps_per_generation=6),
+        "compared iterations": COMPARED | dict(num_iterations=2, steps_per_generation=6, prompts=TWICE_AS_MANY),
         "compared rloo": COMPARED | dict(rloo=True, spec_skip_zero_advantage=True),
     }
     return output, train_by_torchrun(tiny_model, output, runs)
