@@ -28,6 +28,10 @@ With `--at_once N` runs go side by side: one on each GPU first, and then several
 takes nearly as much longer, and its seconds are not to be compared with those of a run that has its GPU to itself.
 Whatever else is on the command line is passed to the config of every run, for instance `--learning_rate 1e-5`.
 `--model tiny` makes a small model and trains it on the CPU, by transformers' `generate`.
+
+With `--widen K` the model, once it is warmed up, is made K times as wide by `widen.py`, and every run trains the wide
+one: it begins with the small model's answers, and takes the time and the memory of a large one. About 1/K of the
+learning rate that suits the small model suits the wide one; the defaults do not go by K, so give `--learning_rate`.
 """
 
 from __future__ import annotations
@@ -87,10 +91,12 @@ TINY = dict(
 )  # fmt: skip
 PROBLEM = dict(prompts=256, task="totals", warm_up_problems=4000)
 TINY_PROBLEM = dict(prompts=32, task="counting", terms=20, digits=2, warm_up_problems=1200)
+# What comes before all runs: its folder in OUT, and the file that it writes last.
+PREPARATIONS = {"warm-up": ("warm_model", "warm_up.json"), "widening": ("wide_model", "tokenizer_config.json")}
 # What the runs of one OUT must have in common.
 SHARED = (
     "model", "task", "all_or_nothing", "prompts", "terms", "digits", "warm_up", "warm_up_problems",
-    "warm_up_learning_rate",
+    "warm_up_learning_rate", "widen",
 )  # fmt: skip
 
 
@@ -114,6 +120,7 @@ def main() -> None:
     parser.add_argument("--warm_up_problems", type=int, help="default 4000; tiny: 1200")
     parser.add_argument("--warm_up_steps", type=int, default=1000, help="most steps of the warm-up")
     parser.add_argument("--warm_up_learning_rate", type=float, help="default 1e-4; tiny: 4e-3")
+    parser.add_argument("--widen", type=int, metavar="K", help="train a model K times as wide, of the same function")
     parser.add_argument("--summary_only", action="store_true", help="rewrite OUT/summary.json and train nothing")
     parser.add_argument("--commit", help="what is measured, where the checkout has no history to ask")
     parser.add_argument("--single", help=argparse.SUPPRESS)
@@ -131,6 +138,8 @@ def main() -> None:
         parser.error("--seed: the seeds of the runs are given by --seeds")
     if options.single == "warm-up":
         warm_up(options)
+    elif options.single == "widening":
+        widen(options)
     elif options.single:
         name, seed = options.single.split("@")
         train(options, settings, name, int(seed))
@@ -173,11 +182,12 @@ def side_by_side(options: argparse.Namespace, settings: list[str]) -> None:
         print(table(options.output))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended too
-    warmed_up = _directory(options, "warm-up") / "warm_up.json"
-    if options.warm_up and not warmed_up.is_file():
-        _run_all(options, ["warm-up"], 1, summarise)
-        if not warmed_up.is_file():
-            sys.exit(f"the warm-up failed: see {warmed_up.with_name('log.txt')}")
+    for job, wanted in (("warm-up", options.warm_up), ("widening", options.widen)):
+        last = _directory(options, job) / PREPARATIONS[job][1]
+        if wanted and not last.is_file():
+            _run_all(options, [job], 1, summarise)
+            if not last.is_file():
+                sys.exit(f"the {job} failed: see {last.with_name('log.txt')}")
     jobs = [f"{name}@{seed}" for seed in options.seeds for name in options.runs]
     finished = [job for job in jobs if (_directory(options, job) / "finished.json").is_file()]
     if finished:
@@ -255,8 +265,8 @@ def _free_port() -> int:
 
 
 def _directory(options: argparse.Namespace, job: str) -> Path:
-    if job == "warm-up":
-        return options.output / "warm_model"
+    if job in PREPARATIONS:
+        return options.output / PREPARATIONS[job][0]
     name, seed = job.split("@")
     return options.output / name / f"seed-{seed}"
 
@@ -272,8 +282,9 @@ def _refuse_other_settings(options: argparse.Namespace, settings: list[str]) -> 
     path, now = options.output / "settings.json", {name: getattr(options, name) for name in SHARED} | {"TRL": settings}
     if not path.is_file():
         path.write_text(json.dumps(now, indent=1) + "\n")
-    elif (before := json.loads(path.read_text())) != now and not options.summary_only:
-        other = [name for name in now if before.get(name) != now[name]]
+    before = json.loads(path.read_text())
+    other = [name for name in now if before.get(name) != now[name]]
+    if other and not options.summary_only:
         sys.exit(f"{options.output} holds runs with other settings ({', '.join(other)}): choose another --output")
 
 
@@ -281,22 +292,36 @@ def _refuse_other_settings(options: argparse.Namespace, settings: list[str]) -> 
 
 
 def warm_up(options: argparse.Namespace) -> None:
-    """Make the model that all runs begin with."""
+    """Train the model until it is what all runs begin with, or what is widened for them."""
     import torch
     from tiny_model import tiny_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from warm_up import warm_up
+    from widen import empty
 
     if options.model == "tiny":
         model, tokenizer = tiny_model()
     else:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)  # as TRL trains
         tokenizer = AutoTokenizer.from_pretrained(options.model)
+    if options.widen:
+        empty(model, options.widen)  # refuses before the training, not after it
     problems = functools.partial(_problems, options)
     warm_up(
         model, tokenizer, problems(options.warm_up_problems, seed=1), problems(128, seed=2),
         _directory(options, "warm-up"), options.warm_up, options.warm_up_steps, options.warm_up_learning_rate,
     )  # fmt: skip
+
+
+def widen(options: argparse.Namespace) -> None:
+    """Make the wide model that all runs begin with."""
+    from widen import write_widened
+
+    write_widened(_small_model(options), _directory(options, "widening"), options.widen)
+
+
+def _small_model(options: argparse.Namespace) -> str:
+    return str(_directory(options, "warm-up")) if options.warm_up else options.model
 
 
 def train(options: argparse.Namespace, settings: list[str], name: str, seed: int) -> None:
@@ -325,7 +350,7 @@ def train(options: argparse.Namespace, settings: list[str], name: str, seed: int
     flags = [str(part) for key, value in defaults.items() for part in (f"--{key}", value)]
     chosen = [str(part) for key, value in settings_of(name).items() for part in (f"--{key}", value)]
     (args,) = TrlParser(SpecGRPOConfig).parse_args_and_config([*flags, *settings, *chosen, "--seed", str(seed)])
-    model = str(_directory(options, "warm-up")) if options.warm_up else options.model
+    model = str(_directory(options, "widening")) if options.widen else _small_model(options)
     task = _problems(options, options.prompts)
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     # Else an engine takes what it measures to be left of its share, and counts, or fails over, what the other runs on
