@@ -11,13 +11,14 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MixtralConfig,
     Phi3Config,
     Qwen3NextConfig,
 )
 
-from trl_integration.padding import by_length, depends_on_width, narrow_logprobs
+from trl_integration.padding import by_length, depends_on_width, flush_left, narrow_logprobs
 
 DYNAMIC = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
 
@@ -98,7 +99,49 @@ def test_what_stands_behind_a_row_changes_nothing(kind, attention):
     with torch.no_grad():
         together = narrow_logprobs(forward, prompts, continuations, 16, device)
         alone = narrow_logprobs(forward, prompts, continuations, 1, device)
+        padded = flush_left(lambda *rows: (forward(*rows), None), *trls_layout(prompts, continuations))
     assert np.allclose(np.concatenate(together), np.concatenate(alone), atol=1e-5)
+    assert padded[1] is None
+    for line, expected in zip(padded[0].numpy(), alone, strict=True):
+        assert np.allclose(line[: len(expected)], expected, atol=1e-5) and not line[len(expected) :].any()
+
+
+def trls_layout(prompts, continuations):
+    """Ids and mask of rows as TRL pads them, and the columns of the continuations."""
+    wide, long = max(map(len, prompts)) + 2, max(map(len, continuations)) + 3
+    ids, mask = torch.full((len(prompts), wide + long), 7), torch.zeros(len(prompts), wide + long, dtype=torch.long)
+    for row, (prompt, tokens) in enumerate(zip(prompts, continuations, strict=True)):
+        there = slice(wide - len(prompt), wide + len(tokens))
+        ids[row, there], mask[row, there] = torch.tensor([*prompt, *tokens.tolist()]), 1
+    return ids, mask, long
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_rows_at_the_left_keep_their_gradient(multiple):
+    """And rows of which nothing is in the mask are zero, where all are so too."""
+    prompts, continuations = rows_of([4, 2, 9, 5], [7, 1, 3, 4])
+    ids, mask, keep = trls_layout(prompts, continuations)
+    mask[2, -keep:] = 0  # as TRL masks a completion that was cut
+    weights = torch.randn(50, dtype=torch.float64, requires_grad=True)
+    widths = []
+
+    def forward(ids, mask, keep):
+        widths.append(ids.size(1))
+        return (weights[ids].cumsum(1)[:, -keep:],)
+
+    (lines,) = flush_left(forward, ids, mask, keep, multiple)
+    assert widths == [11 if multiple == 1 else 16]
+    expected = [
+        weights[torch.tensor([*p, *c.tolist()])].cumsum(0)[len(p) :]
+        for p, c in zip(prompts, continuations, strict=True)
+    ]
+    for row, line in enumerate(expected):
+        torch.testing.assert_close(lines[row, : len(line)], line * (row != 2))
+    found = torch.autograd.grad(lines.sum(), weights)[0]
+    torch.testing.assert_close(found, torch.autograd.grad(sum(expected[row].sum() for row in (0, 1, 3)), weights)[0])
+    mask[:, -keep:] = 0
+    (lines,) = flush_left(forward, ids, mask, keep, multiple)
+    assert lines.shape == (4, keep) and not lines.any()
 
 
 def test_positions_that_depend_on_the_width_are_known():
@@ -108,5 +151,7 @@ def test_positions_that_depend_on_the_width_are_known():
     assert depends_on_width(longrope) and depends_on_width(LlamaConfig(rope_parameters=DYNAMIC))
     linear = LlamaConfig(rope_parameters=DYNAMIC | dict(rope_type="linear"))
     assert not any(map(depends_on_width, (LlamaConfig(), linear, Gemma3TextConfig())))
+    scaled = dict(rope_type="default", rope_theta=10000.0, llama_4_scaling_beta=0.1)  # attention, by the position
+    assert depends_on_width(LlamaConfig(rope_parameters=scaled)) and depends_on_width(Llama4TextConfig())
     by_layer = {"sliding_attention": dict(rope_type="default", rope_theta=1e4), "full_attention": DYNAMIC}
     assert depends_on_width(Gemma3TextConfig(rope_parameters=by_layer))
