@@ -149,6 +149,34 @@ class Weighed:
         }
 
 
+@dataclass(frozen=True)
+class WholeStep:
+    """A whole step at the lengths of SPEC-RL's paper, TRL's seconds / ours: rollouts of one run, the rest of another.
+
+    Args:
+        without (`tuple[str, ...]`): stages that the step does not have.
+    """
+
+    without: tuple[str, ...] = ()
+
+    def read(self, results: Path) -> dict[str, Any] | None:
+        """The figure with where it is from; `None` where a part of it is not there."""
+        files = {directory: _load(results, directory) for directory in (REPLAYS["spec-rl"], UPDATE)}
+        replay, update = files.values()
+        paths = {
+            side: (("settings", REPLAYED, "seconds", kind, "total_s"), ("medians", "paper", side))
+            for side, kind in (("trl", "plain"), ("trimmed", "trainer"))
+        }
+        found = {side: (_at(replay, rollout), _at(update, rest)) for side, (rollout, rest) in paths.items()}
+        if any(part is None for parts in found.values() for part in parts):
+            return None
+        slow, fast = (
+            rollout + rest["step"] - sum(rest[stage] for stage in self.without) for rollout, rest in found.values()
+        )
+        origins = [_origin(directory, summary) for directory, summary in files.items()]
+        return {"value": slow / fast, "from": "sums of " + " and ".join(map(_paths, paths["trl"])), "origins": origins}
+
+
 def _load(results: Path, directory: str) -> Any:
     path = results / directory / "summary.json"
     return json.loads(path.read_text()) if path.exists() else None
@@ -429,14 +457,14 @@ FIGURES: dict[str, tuple[str, str | None, Sequence[Place | Pooled | Weighed]]] =
         [_update("reference_speedup")],
     ),
     "step_speedup_paper_lengths": (
-        "whole step of the same, rollout and reference included: TRL's / ours with two thirds reused",
+        "whole step with the same 512 responses, TRL's / ours with two thirds reused: rollouts and rest, of a run each",
         ">= 2.5",
-        [_update("step_speedup_paper_lengths")],
+        [WholeStep()],
     ),
     "step_speedup_paper_lengths_without_reference": (
         "the same without a reference",
         ">= 2.5",
-        [_update("step_speedup_paper_lengths_without_reference")],
+        [WholeStep(without=("reference",))],
     ),
     "update_speedup_smollm2": (
         "`update_speedup` of 512 responses of 223 tokens, at most 512",

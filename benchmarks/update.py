@@ -15,13 +15,13 @@ Sides:
     masked    the same with rows padded on both sides, as in TRL, and so with a mask
     packed    the same with rows end to end, by a variable-length attention kernel (`packed.py`)
 
-    PYTHONPATH=. python benchmarks/update.py --output OUT.json --rollout           # one GPU; about 8 minutes on an H200
+    PYTHONPATH=. python benchmarks/update.py --output OUT.json                     # one GPU; about 6 minutes on an H200
     PYTHONPATH=. python benchmarks/update.py --output OUT.json --shape tiny        # a rehearsal on a CPU
     PYTHONPATH=. python benchmarks/update.py --output OUT.json --shape tiny --scale 4 --repeats 3      # in minutes
 
-`--rollout` also measures the rollout of the `paper` responses as `replay_rollouts.py` does, plain and with two thirds
-reused, for the seconds of a whole step. OUT.json is rewritten after each measurement, and printed at the end. Sides are
-built anew for each repeat, in turns; memory is that of one side alone.
+Rollouts of the `paper` responses are measured by `replay_rollouts.py`; a whole step is the sum of the two. OUT.json is
+rewritten after each measurement, and printed at the end. Sides are built anew for each repeat, in turns; memory is that
+of one side alone.
 """
 
 from __future__ import annotations
@@ -251,24 +251,7 @@ def measure(kind: type, shape: Shape, directory: Path, plan: list[Profile], outp
     return trainer.done[1:]
 
 
-def rollouts(shape: Shape, rows: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of the rollout of the `paper` responses, plain and with two thirds reused."""
-    shape = replace(shape, engine=shape.engine | {"gpu_memory_utilization": 0.6})
-    batch = replay_rollouts.make_batch(replay_rollouts.Setting(rows=rows * shape.scale), shape)
-    seconds: dict[str, list[float]] = {"plain": [], "trainer": []}
-    with tempfile.TemporaryDirectory() as directory:
-        longest = int(batch.lengths.prompts.max()) + batch.lengths.cap
-        replay = replay_rollouts.Replay(shape, Path(directory), max_rows=rows, max_tokens=longest)
-        warm_up = replay_rollouts.make_batch(replay_rollouts.Setting(rows=8 * shape.scale * SAMPLES, mean=100), shape)
-        for kind in seconds:
-            replay.measure(kind, warm_up)
-        for repeat in range(repeats):
-            for kind in list(seconds)[:: -1 if repeat % 2 else 1]:
-                seconds[kind].append(round(replay.measure(kind, batch)["total_s"], 4))
-    return seconds
-
-
-def summary(measured: list[dict[str, Any]], rollout: dict[str, list[float]]) -> dict[str, Any]:
+def summary(measured: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of each side and profile, and TRL's over those of the plugin."""
 
     def median(side: str, profile: str, read: Callable[[dict[str, Any]], float]) -> float:
@@ -296,11 +279,6 @@ def summary(measured: list[dict[str, Any]], rollout: dict[str, list[float]]) -> 
         if ours["update_peak_gib"]:
             found[f"update_memory_ratio{suffix}"] = round(ours["update_peak_gib"] / plain["update_peak_gib"], 3)
         found[f"rest_of_step_speedup{suffix}"] = round(plain["step"] / ours["step"], 3)
-        if rollout.get("trainer") and profile == "paper":
-            slow, fast = (statistics.median(rollout[kind]) for kind in ("plain", "trainer"))
-            found["step_speedup_paper_lengths"] = round((slow + plain["step"]) / (fast + ours["step"]), 3)
-            without = (slow + plain["step"] - plain["reference"]) / (fast + ours["step"] - ours["reference"])
-            found["step_speedup_paper_lengths_without_reference"] = round(without, 3)
     return found
 
 
@@ -320,7 +298,6 @@ def main() -> None:
     parser.add_argument("--scale", type=int, help="what rows and lengths are divided by (default: the shape's)")
     parser.add_argument("--rows", type=int, help="responses at once (default: 512, so divided)")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--rollout", action="store_true", help="also measure rollouts, for whole steps")
     parser.add_argument("--commit", help="what is measured, where the checkout has no history to ask")
     options = parser.parse_args()
     shape = replay_rollouts.SHAPES[options.shape]
@@ -333,12 +310,11 @@ def main() -> None:
             p.name: {"mean": round(float(p.responses.mean()), 1), "longest": int(p.responses.max())} for p in plan[1:]
         },
         "measured": [],
-        "rollout": {},
     }
 
     def write() -> None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        shown = report | summary(report["measured"], report["rollout"])
+        shown = report | summary(report["measured"])
         options.output.write_text(json.dumps(shown, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as directory:
@@ -353,9 +329,6 @@ def main() -> None:
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
-    if options.rollout:
-        report["rollout"] = rollouts(shape, rows, options.repeats)
-        write()
     print(options.output.read_text())
 
 

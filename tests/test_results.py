@@ -189,6 +189,23 @@ def test_a_goal_is_reached_or_missed():
     assert reached == {"final_reward", "cold_over_plain", "step_speedup", "prune_step_speedup"}
 
 
+def test_a_whole_step_is_the_rollout_of_one_run_and_the_rest_of_another(tmp_path):
+    rollouts = {summarise.REPLAYED: {"seconds": {"plain": {"total_s": 30.0}, "trainer": {"total_s": 10.0}}}}
+    rest = {"trl": {"step": 90.0, "reference": 20.0}, "trimmed": {"step": 30.0, "reference": 5.0}}
+    parts = {
+        summarise.REPLAYS["spec-rl"]: {"settings": rollouts},
+        summarise.UPDATE: {"medians": {"paper": rest}},
+    }
+    for folder, part in parts.items():
+        assert summarise.WholeStep().read(tmp_path) is None
+        (tmp_path / folder).mkdir()
+        about = {"hardware": "a GPU", "versions": {}, "command": folder, "commit": "x"}
+        (tmp_path / folder / "summary.json").write_text(json.dumps(part | about))
+    found = summarise.WholeStep().read(tmp_path)
+    assert found["value"] == 3.0 and [origin["command"] for origin in found["origins"]] == [[f] for f in parts]
+    assert summarise.WholeStep(without=("reference",)).read(tmp_path)["value"] == pytest.approx(100 / 35)
+
+
 def test_what_steps_taught_is_weighed_by_its_error(tmp_path):
     for folder, taught, error in (("exact", 1.0, 0.1), ("rough", 0.5, 0.2)):
         (tmp_path / folder).mkdir()
