@@ -64,6 +64,37 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class Drafts:
+    """What the rows of a batch are expected to go on with, and what came of it.
+
+    Args:
+        keys (`batch` keys): the prompt of each row; rows of one prompt may draft from all of its drafts.
+        tokens (`batch` arrays of shape `(tokens,)`, `int32`): what each is expected to go on with; empty where nothing
+            is known.
+        most_tokens (`int`): tokens of the longest draft in a step of the engine.
+        most_rows (`int`): nothing is drafted while more rows than these are running.
+        drafted (`int`), accepted (`int`): tokens that the engine drafted, and those of them that it sampled.
+    """
+
+    keys: Sequence[bytes]
+    tokens: Sequence[NDArray[np.int32]]
+    most_tokens: int
+    most_rows: int
+    drafted: int = 0
+    accepted: int = 0
+
+
+class DraftingEngine(Engine, Protocol):
+    """An engine that verifies drafts while it generates. What it samples is the policy's, whatever the drafts."""
+
+    def generate_from_drafts(
+        self, contexts: Sequence[list[int]], budgets: Sequence[int], drafts: Drafts
+    ) -> list[Continuation]:
+        """As [`generate`], in fewer steps where the drafts are right. What came of them is counted in `drafts`."""
+        ...
+
+
 class ObservingEngine(Engine, Protocol):
     """An engine that shows what the policy holds of a response so far. Online pruning judges by it."""
 

@@ -22,6 +22,10 @@ class RolloutCounts:
     """Tokens that the engine sampled."""
     reused_tokens: int = 0
     """Tokens taken over from drafts."""
+    engine_drafted_tokens: int = 0
+    """Tokens that the engine drafted from past responses while it generated."""
+    engine_accepted_tokens: int = 0
+    """Of these, tokens that it sampled."""
     draft_rows: int = 0
     """Rows for which the cache had a trajectory of an earlier step."""
     verified_rows: int = 0
@@ -159,6 +163,8 @@ class RolloutCounts:
         | `spec/prefix_length_mean` | reused tokens / rows whose draft was scored |
         | `spec/generated_tokens` | tokens that the engine sampled |
         | `spec/reused_tokens` | tokens taken over from drafts |
+        | `spec/engine_draft_accept_rate` | tokens that the engine sampled as drafted / tokens that it drafted |
+        | `spec/engine_draft_fraction` | tokens that the engine sampled as drafted / tokens that it sampled |
         | `spec/log_ratio_mean` | mean of log q - log p over reused tokens, nats: how far the policy has moved |
         | `spec/draft_age_mean` | mean visits since a reused token was sampled |
         | `spec/reward_gap` | mean reward of rows with reuse - mean reward of rows without |
@@ -203,6 +209,7 @@ class RolloutCounts:
             "spec/full_reuse_rate": (self.full_reuse_rows, self.rows),
             "spec/fresh_row_rate": (self.rows - self.reuse_rows, self.rows),
             "spec/prefix_length_mean": (self.reused_tokens, self.verified_rows),
+            "spec/engine_draft_accept_rate": (self.engine_accepted_tokens, self.engine_drafted_tokens),
             "spec/log_ratio_mean": (self.log_ratio_sum, self.reused_tokens),
             "spec/draft_age_mean": (self.age_sum, self.reused_tokens),
             "spec/refresh_rate": (self.refreshed_rows, self.rows),
@@ -211,6 +218,8 @@ class RolloutCounts:
             "spec/masked_row_rate": (self.masked_rows, self.corrected_rows),
         }
         metrics |= {name: part / whole for name, (part, whole) in ratios.items() if whole}
+        if self.engine_drafted_tokens:
+            metrics["spec/engine_draft_fraction"] = self.engine_accepted_tokens / self.generated_tokens
         if self.judged_rows:
             metrics |= {
                 "prune/pruned_fraction": self.pruned_rows / self.judged_rows,

@@ -34,6 +34,8 @@ class Response:
         draft_logprobs (`NDArray[np.float32]` of shape `(draft tokens,)`): log q of the draft, nats, once scored; minus
             infinity for a token that the current policy cannot sample.
         prefix (`int`): how many of the draft's tokens are reused.
+        past (`NDArray[np.int32]` of shape `(past tokens,)`): the past response that an engine may draft from, whether
+            it is verified or not.
         tokens, logprobs, ages (arrays of shape `(tokens,)`): the response so far; log-probs in nats, ages in visits.
         finish_reason (`"stop"`, `"length"` or `"pruned"`, *optional*): how it ended; `None` while it goes on.
     """
@@ -49,6 +51,7 @@ class Response:
     logprobs: NDArray[np.float32] = field(default_factory=lambda: _NO_LOGPROBS)
     ages: NDArray[np.uint16] = field(default_factory=lambda: _NO_AGES)
     finish_reason: FinishReason | None = None
+    past: NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
 
     @property
     def reused_whole(self) -> bool:
@@ -66,10 +69,8 @@ class Response:
         counts: RolloutCounts,
     ) -> None:
         """Take what the cache holds as the draft, where it can be used, up to the cap and to what can be scored."""
-        # A batch of this very step may have met the prompt too: its responses are this policy's, not past ones.
-        if draft.step >= step:
+        if not self.recall(draft, vocab_size, step, counts):
             return
-        counts.draft_rows += 1
         room = cap if max_scored is None else min(cap, max_scored - len(self.prompt))
         if policy.refreshes(self.key, self.slot, step):
             counts.refreshed_rows += 1
@@ -81,6 +82,16 @@ class Response:
             counts.dropped_vocabulary += 1
         else:
             self.draft, self.draft_tokens = draft, draft.tokens[:room]
+
+    def recall(self, past: Trajectory, vocab_size: int, step: int, counts: RolloutCounts) -> bool:
+        """Keep what the cache holds for an engine to draft from; returns whether it is of an earlier step."""
+        # A batch of this very step may have met the prompt too: its responses are this policy's, not past ones.
+        if past.step >= step:
+            return False
+        counts.draft_rows += 1
+        if int(past.tokens.max()) < vocab_size:
+            self.past = past.tokens
+        return True
 
     def take_scores(self, logprobs: NDArray, counts: RolloutCounts) -> None:
         """Keep the draft's log-probs under the current policy; drop the draft where one of them is no log-prob."""

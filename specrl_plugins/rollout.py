@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, cast
 
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from specrl_plugins.acceptance import ReusePolicy
 from specrl_plugins.cache import CacheWriteError, TrajectoryCache
 from specrl_plugins.codec import decode, encode
-from specrl_plugins.engine import Engine, ObservingEngine
+from specrl_plugins.engine import DraftingEngine, Drafts, Engine, ObservingEngine
 from specrl_plugins.guard import VerificationGuard
 from specrl_plugins.ledger import RolloutLedger
 from specrl_plugins.metrics import RolloutCounts, totals
@@ -52,6 +53,39 @@ class Rollout:
     judged: Judged | None = None
 
 
+class Mode(StrEnum):
+    """What past responses are for."""
+
+    REUSE = "reuse"
+    EXACT = "exact"
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"mode is one of {', '.join(cls)}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How an engine drafts from past responses while it generates.
+
+    Args:
+        most_tokens (`int`): tokens of the longest draft in a step of the engine; 0 for none.
+        most_rows (`int`): nothing is drafted while more rows than these are running.
+
+    Raises:
+        ValueError: a setting is out of its range.
+    """
+
+    most_tokens: int = 0
+    most_rows: int = 64
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.most_tokens, int) or self.most_tokens < 0:
+            raise ValueError(f"draft_tokens is a number of tokens, 0 or more, not {self.most_tokens!r}")
+        if not isinstance(self.most_rows, int) or self.most_rows < 1:
+            raise ValueError(f"draft_rows is a number of rows, at least 1, not {self.most_rows!r}")
+
+
 class SpeculativeRollout(RolloutLedger):
     """Makes rollouts out of past ones.
 
@@ -70,6 +104,11 @@ class SpeculativeRollout(RolloutLedger):
         pruning (`GroupPruning`, *optional*):
             Starts more responses than are asked for and gives some up on the way. Its engine must be an
             [`ObservingEngine`]. Defaults to none.
+        mode (`Mode`, *optional*, defaults to `"reuse"`):
+            Whether verified prefixes are reused; or every response is sampled afresh, and past ones only save time, as
+            drafts of the engine.
+        drafting (`Drafting`, *optional*):
+            How the engine, then a [`DraftingEngine`], drafts what is sampled. Defaults to no drafts.
     """
 
     def __init__(
@@ -80,8 +119,12 @@ class SpeculativeRollout(RolloutLedger):
         guard: VerificationGuard | None = None,
         ranks: Ranks | None = None,
         pruning: GroupPruning | None = None,
+        mode: Mode = Mode.REUSE,
+        drafting: Drafting | None = None,
     ):
         super().__init__(cache, guard)
+        self.mode = Mode(mode)
+        self.drafting = drafting or Drafting()
         self.cache = cache
         self.ranks = ranks or OneRank()
         self.policy = policy
@@ -246,7 +289,11 @@ class SpeculativeRollout(RolloutLedger):
             return
         drafts = self.cache.get_many([(response.key, response.slot) for response in responses])
         for response, draft in zip(responses, drafts, strict=True):
-            if draft is not None:
+            if draft is None:
+                continue
+            if self.mode is Mode.EXACT:
+                response.recall(draft, self.vocab_size, step, counts)
+            else:
                 response.offer(draft, self.policy, self.vocab_size, cap, step, max_scored, counts)
 
     def _verify(self, responses: list[Response], engine: Engine, counts: RolloutCounts) -> None:
@@ -280,9 +327,16 @@ class SpeculativeRollout(RolloutLedger):
         going = [response for response, budget in zip(responses, budgets, strict=True) if budget]
         if not any(self.ranks.gather(len(going))):
             return
-        continuations = engine.generate(
-            [r.prompt + r.tokens.tolist() for r in going], [budget for budget in budgets if budget]
-        )
+        contexts = [r.prompt + r.tokens.tolist() for r in going]
+        budgets = [budget for budget in budgets if budget]
+        if self.drafting.most_tokens:
+            expected = [r.past[len(r.tokens) :] for r in going]
+            drafts = Drafts([r.key for r in going], expected, self.drafting.most_tokens, self.drafting.most_rows)
+            continuations = cast(DraftingEngine, engine).generate_from_drafts(contexts, budgets, drafts)
+            counts.engine_drafted_tokens += drafts.drafted
+            counts.engine_accepted_tokens += drafts.accepted
+        else:
+            continuations = engine.generate(contexts, budgets)
         for response, continuation in zip(going, continuations, strict=True):
             response.extend(continuation, cap, until, counts)
 

@@ -18,6 +18,8 @@ BATCH = RolloutCounts(
     completion_tokens=200,
     generated_tokens=150,
     reused_tokens=50,
+    engine_drafted_tokens=60,
+    engine_accepted_tokens=30,
     draft_rows=8,
     verified_rows=5,
     drafted_tokens=100,
@@ -86,6 +88,8 @@ def test_ratios_have_the_denominators_that_they_name():
         "time/generate_s": 2.0,
         "time/store_s": 0.2,
         "time/spared_s": 0.3,
+        "engine_draft_accept_rate": 0.5,
+        "engine_draft_fraction": 0.2,
     }
     pruning = {"pruned_fraction": 0.25, "saved_tokens": 2 * 20, "time/judge_s": 0.5, "time/learn_s": 0.6}
     named = {f"spec/{name}": value for name, value in expected.items()}

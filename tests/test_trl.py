@@ -277,6 +277,8 @@ def test_ratios_begin_at_exactly_one_in_half_precision(tiny_model, tmp_path, our
     differences = []
 
     class Watched(plain):
+        __module__ = ours.__module__  # of another's loss it would not be known that it changes nothing
+
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
             self.computed = super()._get_per_token_logps_and_entropies(*args, **kwargs)
             return self.computed
@@ -692,8 +694,43 @@ def test_prompts_of_unequal_length_are_scored_where_they_were_sampled(tiny_model
 
 def test_a_model_that_numbers_positions_from_the_padding_is_refused(tiny_model, tmp_path):
     config = GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=1, n_head=2)
-    with pytest.raises(UnsupportedSetting, match="GPT-2"):
+    with pytest.raises(UnsupportedSetting, match=r"a model \(gpt2\) that sees padding"):
         build(GPT2LMHeadModel(config), settings(tmp_path), tokenizer=tiny_model)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_virtual_tokens_before_the_padding_are_refused(tiny_model, tmp_path, kind):
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(UnsupportedSetting, match=r"PEFT's (prompt_tuning|prefix_tuning|p_tuning): TRL's padding"):
+        build(tiny_model, settings(tmp_path), peft_config=config)
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_who_asks_for_other_log_probs_between_gets_them_and_spoils_nothing(tiny_model, tmp_path, trim):
+    """A reward function may ask the trainer about a text of its own, in as many rows, before and after TRL's pass."""
+    text = torch.tensor([[5, 6, 7, 8, 9, 10]]).expand(8, -1)
+    answers = []
+
+    class Asking(SpecGRPOTrainer):
+        def _calculate_rewards(self, *args):
+            rewards = super()._calculate_rewards(*args)
+            with torch.no_grad():
+                asked = (self.model, text, torch.ones_like(text), 4)
+                told = self._get_per_token_logps_and_entropies(*asked, compute_entropy=len(answers) % 2 == 1)
+                known = trl.GRPOTrainer._get_per_token_logps_and_entropies(self, *asked, compute_entropy=True)
+            answers.append((told[0] - known[0]).abs().max().item())
+            assert len(answers) % 2 == 1 or (told[1] - known[1]).abs().max() < 1e-5
+            return rewards
+
+    # With two iterations TRL makes a pass for the old log-probs, and the cache keeps what it gives.
+    changes = dict(learning_rate=0.0, num_iterations=2, spec_log_lenience=50.0, spec_trim_padding=trim)
+    trainer = build(tiny_model, settings(tmp_path, **changes), trainer=Asking)
+    trainer.train()
+    trainer.model.eval()
+    assert history(trainer, "spec/full_reuse_rate")[-1] == 1
+    assert len(answers) == 9 and max(answers) < 1e-5
+    assert np.abs(stored_beyond_policy(trainer)).max() < 1e-4
 
 
 def test_a_cache_that_would_be_uploaded_is_refused(tmp_path):
@@ -995,5 +1032,5 @@ def test_all_settings_are_command_line_flags():
 def test_every_setting_has_help():
     fields = SpecGRPOConfig.__dataclass_fields__.values()
     ours = [field for field in fields if field.name.startswith(("spec_", "use_spec"))]
-    assert len(ours) == 19
+    assert len(ours) == 22
     assert all(field.metadata.get("help") for field in ours)

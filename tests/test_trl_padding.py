@@ -17,8 +17,10 @@ from transformers import (
     Phi3Config,
     Qwen3NextConfig,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from trl_integration.padding import by_length, depends_on_width, flush_left, narrow_logprobs
+from trl_integration.padding import by_length, depends_on_width, flush_left, narrow_logprobs, sees_padding
 
 DYNAMIC = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
 
@@ -155,3 +157,68 @@ def test_positions_that_depend_on_the_width_are_known():
     assert depends_on_width(LlamaConfig(rope_parameters=scaled)) and depends_on_width(Llama4TextConfig())
     by_layer = {"sliding_attention": dict(rope_type="default", rope_theta=1e4), "full_attention": DYNAMIC}
     assert depends_on_width(Gemma3TextConfig(rope_parameters=by_layer))
+
+
+# What makes an architecture tiny, by the names that configs have for it.
+TINY = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    head_dim=16, vocab_size=60, max_position_embeddings=128, n_embd=32, n_layer=2, n_head=2, n_positions=128,
+    n_inner=48, d_model=32, n_layers=2, n_heads=2, num_layers=2, num_heads=2, ffn_dim=48, word_embed_proj_dim=32,
+    attention_types=[[["global"], 2]], num_experts=4, num_local_experts=4, num_experts_per_tok=2, n_routed_experts=4,
+    moe_intermediate_size=16, n_shared_experts=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8,
+    qk_nope_head_dim=8, v_head_dim=16, first_k_dense_replace=1, n_group=1, topk_group=1, rotary_dim=8, dff=48,
+    decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=48, encoder_layers=2, encoder_attention_heads=2,
+    encoder_ffn_dim=48, embedding_size=32, lru_width=32, attention_hidden_size=32, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2, rotary_emb_dim=16, shared_expert_intermediate_size=16, hidden_dropout=0.0, state_size=8, dim=32,
+    is_decoder=True, emb_dim=32, mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64, mamba_n_groups=1, mamba_d_state=8,
+)  # fmt: skip
+MADE = 110  # kinds of models at least that these names make tiny
+
+
+def tiny_models():
+    """Causal language models of every kind that transformers has and that can be made tiny, by their kind."""
+    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        config_class = CONFIG_MAPPING[kind]
+        for without in ((), ("head_dim",), ("num_key_value_heads",)):
+            try:
+                default = config_class()
+                sizes = {name: size for name, size in TINY.items() if hasattr(default, name) and name not in without}
+                config = config_class(**sizes)
+                with torch.device("meta"):
+                    weights = sum(map(torch.numel, AutoModelForCausalLM.from_config(config).parameters()))
+                if weights > 2_000_000:
+                    break
+                torch.manual_seed(0)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            except Exception:
+                continue
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    if weight.ndim > 1 or "bias" in name:
+                        weight.normal_(0, 0.2)
+            yield kind, model
+            break
+
+
+@pytest.mark.slow
+def test_every_kind_of_model_that_sees_padding_is_known():
+    """A row alone, after padding that the mask leaves out, and before tokens that a causal model does not see."""
+    row, padding = torch.randint(5, 60, (1, 12), generator=torch.Generator().manual_seed(1)), 5
+    before = torch.cat([torch.zeros(1, padding, dtype=torch.long), row], 1)
+    mask = (torch.arange(before.size(1)) >= padding).long()[None]
+    behind = torch.cat([row, row[:, :padding]], 1)
+    made, wrong = 0, []
+    for kind, model in tiny_models():
+        try:
+            with torch.no_grad():
+                alone = model(input_ids=row, attention_mask=torch.ones_like(row)).logits
+                padded = model(input_ids=before, attention_mask=mask).logits[:, padding:]
+                followed = model(input_ids=behind, attention_mask=torch.ones_like(behind)).logits[:, : row.size(1)]
+        except Exception:
+            continue
+        made += 1
+        apart = max((other.log_softmax(-1) - alone.log_softmax(-1)).abs().max().item() for other in (padded, followed))
+        if not apart < 2e-3 and not sees_padding(model, model.config):
+            wrong.append(f"{kind}: {apart:.2g} nats")
+    assert not wrong
+    assert made >= MADE

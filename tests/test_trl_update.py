@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
+
 import pytest
 
 pytest.importorskip("trl")
@@ -11,14 +15,21 @@ import torch
 import trl
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainerCallback,
+)
 from trl.trainer.utils import split_tensor_dict
 from trl_runs import PROMPTS, RecordedReward, build, history, settings, timeless
 from trl_update import ComparedGRPOTrainer, ComparedRLOOTrainer, seldom
 
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig
 from trl_integration.checks import UnsupportedSetting, keeps_padding
-from trl_integration.micro_batches import MicroBatches, trimmed
+from trl_integration.micro_batches import DIVISORS, MicroBatches, trimmed
 
 pytestmark = pytest.mark.trl
 
@@ -132,18 +143,103 @@ def test_leaving_rows_out_is_refused_where_they_count(tiny_model, tmp_path, chan
         build(tiny_model, settings(tmp_path, spec_skip_zero_advantage=True, **changes))
 
 
-class OwnLoss(SpecGRPOTrainer):
-    def _compute_loss(self, model, inputs):
-        return super()._compute_loss(model, inputs) * len(inputs["prompt_ids"])
+def same_loss(name):
+    """A method of a subclass that calls TRL's."""
+
+    def method(self, *args, **kwargs):
+        return getattr(super(Subclass, self), name)(*args, **kwargs)
+
+    Subclass = type("Subclass", (SpecGRPOTrainer,), {name: method})
+    return Subclass
 
 
-def test_rows_stay_in_trls_order_under_a_loss_that_is_not_known(tiny_model, tmp_path, capsys):
-    trainer = build(tiny_model, settings(tmp_path, **ROWS, num_train_epochs=1), trainer=OwnLoss)
-    assert trainer._micro_batches.window == 1
+def patched(name):
+    """TRL's trainer by a library that replaces a method of it, and puts TRL's name and documentation on its own."""
+    original = inspect.getattr_static(trl.GRPOTrainer, name)
+    function = getattr(original, "__func__", original)
+    wrapped = functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+    return type(original)(wrapped) if isinstance(original, staticmethod) else wrapped
+
+
+@pytest.mark.parametrize(
+    "name", ["compute_loss", "_compute_loss", "_prepare_inputs", "get_off_policy_mask", "get_high_entropy_mask"]
+)
+@pytest.mark.parametrize("by", ["subclass", "patch", "assignment"])
+def test_a_loss_that_is_not_trls_keeps_its_padding(tiny_model, tmp_path, name, by, monkeypatch, capsys):
+    """What it does with a micro-batch, and with its padding, is not known."""
+    trainer = same_loss(name) if by == "subclass" else SpecGRPOTrainer
+    if by == "patch":
+        monkeypatch.setattr(trl.GRPOTrainer, name, patched(name))
+    config = settings(tmp_path, **ROWS, max_steps=1)
+    if by != "assignment":
+        built = build(tiny_model, config, trainer=trainer)
+        assert built._micro_batches is None
+        built.train()
+        assert f"{name}` is not TRL's" in capsys.readouterr().out
+        with pytest.raises(UnsupportedSetting, match=f"{name}` is not TRL's"):
+            build(tiny_model, settings(tmp_path / "skip", spec_skip_zero_advantage=True), trainer=trainer)
+        return
+    built = build(tiny_model, config)
+    setattr(built, name, getattr(built, name))
+    built.train()
+    assert f"`{name}` of the trainer was replaced" in capsys.readouterr().out
+    assert not history(built, "spec/update/real_token_share")
+
+
+def test_a_kind_of_loss_that_is_not_known_keeps_trls_padding(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.delitem(DIVISORS, "dapo")
+    trainer = build(tiny_model, settings(tmp_path, **ROWS, num_train_epochs=1))
+    assert "dapo" in keeps_padding(trainer) and trainer._micro_batches is None
+
+
+def test_noise_that_depends_on_the_width_keeps_trls_padding(tiny_model, tmp_path, caplog):
+    trainer = build(tiny_model, settings(tmp_path, **ROWS, neftune_noise_alpha=5.0))
+    assert "neftune_noise_alpha" in keeps_padding(trainer) and trainer._micro_batches is None
+    assert "neftune_noise_alpha" in caplog.text
+
+
+class Holes(ComparedGRPOTrainer):
+    """Leaves tokens in the middle of completions out of the loss, and of attention."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        output["completion_mask"] = output["completion_mask"].clone()
+        output["completion_mask"][:, 2:5] = 0
+        return output
+
+
+def test_a_mask_with_holes_keeps_trls_padding(tiny_model, tmp_path, caplog):
+    trainer = compared(tiny_model, tmp_path, Holes)
+    assert trainer.shapes == trainer.wide
+    assert caplog.text.count("a mask leaves tokens out in the middle of a row") == 1
+
+
+class Halved(TrainerCallback):
+    """Half as many micro-batches an optimizer step in the second epoch."""
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        args.gradient_accumulation_steps = 4 if (state.epoch or 0) < 1 else 2
+
+
+def test_rows_stay_in_their_optimizer_step_whatever_becomes_of_the_schedule(tiny_model, tmp_path):
+    trainer = compared(tiny_model, tmp_path, parts=dict(callbacks=[Halved()]), loss_type="grpo", num_train_epochs=3)
+    assert trainer.args.gradient_accumulation_steps == 2
+
+
+class Reader(SpecGRPOTrainer):
+    """Reads what TRL's batches hold."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        self.seen = {*getattr(self, "seen", ()), *output}
+        return output
+
+
+def test_a_batch_holds_what_trls_holds(tiny_model, tmp_path):
+    """With the old log-probs that TRL makes where an update does not end with the generation batch."""
+    trainer = build(tiny_model, settings(tmp_path, **ROWS, steps_per_generation=3, max_steps=3), trainer=Reader)
     trainer.train()
-    assert "depends on the others there: `OwnLoss._compute_loss`" in capsys.readouterr().out
-    with pytest.raises(UnsupportedSetting, match=r"OwnLoss\._compute_loss"):
-        build(tiny_model, settings(tmp_path / "skip", spec_skip_zero_advantage=True), trainer=OwnLoss)
+    assert "old_per_token_logps" in trainer.seen
 
 
 def experts(directory, tiny_model, **changes):
@@ -166,7 +262,7 @@ def test_experts_whose_load_is_balanced_keep_their_company(tiny_model, tmp_path,
         in_double = False
 
     trainer = build(model, settings(tmp_path / "out", **ROWS, num_train_epochs=1), trainer=InSingle, prompts=UNEVEN)
-    assert (trainer._micro_batches.window == 1) == (coefficient > 0)
+    assert trainer._micro_batches.deals == (coefficient == 0)
     assert trainer._micro_batches.stands_left == (coefficient == 0)
     trainer.train()
     assert max(trainer.differences) < 1e-4
@@ -259,7 +355,7 @@ def test_a_batch_with_columns_that_nobody_knows_keeps_trls_padding(tiny_model, t
     trainer.train()
     assert not history(trainer, "spec/update/real_token_share")
     assert [record for record in caplog.messages if "hints" in record] == [
-        "Batches keep TRL's padding: it is not known what the columns of ['hints'] are."
+        "Micro-batches keep TRL's padding: it is not known what the columns of hints are."
     ]
 
 
@@ -300,9 +396,9 @@ def test_every_row_keeps_all_that_is_its_own(lengths, window, multiple, same_wid
     prompts, completions = (list(part) for part in zip(*lengths, strict=True))
     widths = (12, 12) if same_width else (-(-max(prompts) // 4) * 4, max(4, -(-max(completions) // 4) * 4))
     batches = made(prompts, completions, 6, *widths)
-    narrow = MicroBatches(window, "rows", multiple, stands_left=True, skips=False, gather=lambda mine: [mine])
+    narrow = MicroBatches(True, "rows", multiple, stands_left=True, skips=False, gather=lambda mine: [mine])
     seen = []
-    for number, batch in enumerate(narrow(batches)):
+    for number, batch in enumerate(narrow(batches, window)):
         rows = (batch["advantages"] - 1).long().tolist()
         seen += rows
         assert len(rows) == 2 and {row // 2 // window for row in rows} == {number // window}
@@ -336,8 +432,8 @@ def test_ranks_have_as_many_rows_in_each_micro_batch(teach, elsewhere):
     for number, batch in enumerate(batches):
         batch["advantages"] = batch["advantages"] * torch.tensor(teach[3 * number : 3 * number + 3])
     other_rank = [min(6, count) for count in elsewhere]
-    narrow = MicroBatches(2, "rows", 1, stands_left=True, skips=True, gather=lambda mine: [mine, other_rank])
-    ours = narrow(batches)
+    narrow = MicroBatches(True, "rows", 1, stands_left=True, skips=True, gather=lambda mine: [mine, other_rank])
+    ours = narrow(batches, 2)
     for window in (0, 1):
         taught = sum(teach[6 * window : 6 * window + 6])
         size = max(2, taught, other_rank[window])
@@ -346,8 +442,10 @@ def test_ranks_have_as_many_rows_in_each_micro_batch(teach, elsewhere):
         assert sum(int((part["advantages"] != 0).sum()) for part in parts) == taught
         for part in parts:
             assert part["spec_loss_scale"] == len(part["advantages"]) / 3
-            masked = part["completion_mask"].sum(1) == 0
-            assert masked.tolist() == (part["advantages"] == 0).tolist()
+            assert (part["completion_mask"].sum(1) > 0).all()
+        idle = [6 * window + 1 + row for row in range(6) if not teach[6 * window + row]]  # tokens of their completions
+        stand_ins = [part["completion_mask"].sum(1)[part["advantages"] == 0].tolist() for part in parts]
+        assert sorted(itertools.chain.from_iterable(stand_ins)) == idle[: size - taught]
 
 
 def test_a_micro_batch_without_any_completion_keeps_a_column():

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import nn
 from trl import is_conversational
 
-from trl_integration.micro_batches import loss_type, unskippable
-from trl_integration.padding import depends_on_width
+from specrl_plugins.rollout import Mode
+from specrl_plugins.vllm_drafting import MOST_TOKENS
+from trl_integration.micro_batches import loss_type, unknown_loss, unskippable
+from trl_integration.padding import depends_on_width, sees_padding
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +26,6 @@ _NOT_SHAPING = {
     "cache_implementation", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version",
     "return_dict_in_generate", "disable_compile",
 }  # fmt: skip
-
-
-# Tables of learned positions in models that do not look at the attention mask for them.
-_COUNTS_PADDING = {"wpe", "positions_embed"}
 
 
 class UnsupportedSetting(ValueError):
@@ -85,6 +84,7 @@ def _unsupported_settings(args: Any) -> Iterator[str]:
         yield "`spec_prune=True` with `spec_verifier='engine'`: completions are judged by the trainer's forward."
     if args.spec_verifier == "engine" and not args.use_vllm:
         yield "`spec_verifier='engine'` without `use_vllm=True`: there is no engine. Use `'trainer'`."
+    yield from _unsupported_drafts(args)
     yield from _unsupported_distribution(args)
     if args.repetition_penalty != 1.0:
         yield (
@@ -105,6 +105,25 @@ def _unsupported_settings(args: Any) -> Iterator[str]:
             f"`generation_kwargs={args.generation_kwargs}`: they may change what is sampled in ways that are not "
             "scored."
         )
+
+
+def _unsupported_drafts(args: Any) -> Iterator[str]:
+    tokens = args.drafting().most_tokens
+    if args.spec_mode == Mode.EXACT and not tokens:
+        yield "`spec_mode='exact'` with `spec_draft_tokens=0`: nothing would be gained. Set it to 1 or more."
+    if not tokens:
+        return
+    drafts = f"`spec_mode={args.spec_mode!r}` with `spec_draft_tokens={tokens}`"
+    if not args.use_spec_rollout:
+        yield f"{drafts} and `use_spec_rollout=False`: there are no past completions to draft from."
+    if not args.use_vllm or args.vllm_mode != "colocate":
+        yield f"{drafts}, but for vLLM in this process: set `use_vllm=True` and `vllm_mode='colocate'`."
+    if tokens > MOST_TOKENS:
+        yield f"{drafts}: vLLM verifies at most {MOST_TOKENS} tokens in a step."
+    if args.spec_vllm_speculative_config is not None:
+        yield f"{drafts} and `spec_vllm_speculative_config`: an engine drafts in one way. Leave either out."
+    if args.min_p:
+        yield f"{drafts} and `min_p={args.min_p}`, which vLLM does not apply to draft tokens. Leave either out."
 
 
 def _unsupported_distribution(args: Any) -> Iterator[str]:
@@ -145,10 +164,16 @@ def _unsupported_parts(trainer: Any) -> Iterator[str]:
         yield made_up(fields)
     if getattr(trainer, "rollout_func", None) is not None:
         yield "`rollout_func`: it bypasses the trainer's own rollout, which is what is reused."
-    if any(name.rpartition(".")[2] in _COUNTS_PADDING for name, _ in trainer.model.named_modules()):
+    if sees_padding(trainer.model, trainer.model.config):
         yield (
-            "a model of GPT-2's kind, which numbers positions from the padding: past completions would be scored at "
-            "other positions than they were sampled at. Use a model with rotary positions."
+            f"a model ({trainer.model.config.model_type}) that sees padding in spite of the attention mask: past "
+            "completions would score otherwise than they were sampled. Use one with rotary positions and attention."
+        )
+    if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
+        kind = trainer.model.active_peft_config.peft_type.value.lower()
+        yield (
+            f"PEFT's {kind}: TRL's padding stands between its virtual tokens and a prompt, so that what a row means "
+            "depends on the others of its batch. Use LoRA."
         )
     if trainer.args.spec_skip_zero_advantage:
         if not trainer.args.spec_trim_padding:
@@ -173,6 +198,10 @@ def keeps_padding(trainer: Any) -> str | None:
     """Why the passes over a generation batch keep TRL's padding: what they give depends on it."""
     if depends_on_width(trainer.model.config):
         return "the model's positions depend on the width of a batch"
+    if trainer.args.neftune_noise_alpha:
+        return f"`neftune_noise_alpha={trainer.args.neftune_noise_alpha}`, noise that depends on the width of a batch"
+    if loss := unknown_loss(trainer):
+        return f"{loss}, so that it may depend on what shares a micro-batch, and on its padding"
     if loss_type(trainer) == "vespo" and trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
         by_token = trainer.vllm_importance_sampling_mode.startswith("token")
@@ -232,6 +261,11 @@ def warn_of_little_use(trainer: Any) -> None:
         logger.warning(
             "The model has dropout, so the same tokens score differently each time, and drafts are rejected for "
             "nothing. Set `disable_dropout=True`."
+        )
+    if trainer.args.neftune_noise_alpha:
+        logger.warning(
+            "`neftune_noise_alpha=%s`: past completions are scored with that noise, too, and rejected for nothing.",
+            trainer.args.neftune_noise_alpha,
         )
     if trainer.args.spec_prune and trainer.use_vllm and getattr(trainer.args, "vllm_enable_sleep_mode", False):
         logger.warning(

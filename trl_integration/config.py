@@ -12,6 +12,7 @@ from trl import GRPOConfig, RLOOConfig
 
 from specrl_plugins import ReusePolicy, ReuseRule
 from specrl_plugins.pruning import PruningSettings
+from specrl_plugins.rollout import Drafting, Mode
 from specrl_plugins.vllm_drafting import check_speculative_config
 
 
@@ -40,6 +41,15 @@ class SpecRolloutArguments:
             What TRL's importance-sampling correction is told of reused tokens: `"verified"`, their log-probs under the
             current policy, which keeps them; or `"behaviour"`, those under the policy that wrote them, bounded by the
             acceptance rule.
+        spec_mode (`str`, *optional*, defaults to `"reuse"`):
+            What past completions are for: `"reuse"` trains on their verified prefixes again; `"exact"` samples every
+            completion afresh, and has the colocated vLLM engine draft from past ones, which saves time alone.
+        spec_draft_tokens (`int`, *optional*):
+            Most tokens that the colocated vLLM engine drafts from past completions in a step of its own; 0 drafts
+            nothing. Not set: 16 in the exact mode, 0 with reuse, where it drafts what is left to generate.
+        spec_draft_rows (`int`, *optional*, defaults to `64`):
+            Nothing is drafted while more rows than these are running: a rollout ends with its longest rows, and drafts
+            cost most where many run.
         spec_cache_dir (`str`, *optional*):
             Folder of the trajectory cache. Defaults to `spec_cache` in `output_dir`.
         spec_cache_max_mib (`float`, *optional*, defaults to `4096`):
@@ -118,6 +128,28 @@ class SpecRolloutArguments:
             "under the current policy, which keeps them; or 'behaviour', those under the policy that wrote them, "
             "bounded by the acceptance rule.",
             "choices": ["verified", "behaviour"],
+        },
+    )
+    spec_mode: str = field(
+        default="reuse",
+        metadata={
+            "help": "What past completions are for: 'reuse' trains on their verified prefixes again; 'exact' samples "
+            "every completion afresh, and has the colocated vLLM engine draft from past ones, which saves time alone.",
+            "choices": [mode.value for mode in Mode],
+        },
+    )
+    spec_draft_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most tokens that the colocated vLLM engine drafts from past completions in a step of its own; 0 "
+            "drafts nothing. Not set: 16 in the exact mode, 0 with reuse, where it drafts what is left to generate."
+        },
+    )
+    spec_draft_rows: int = field(
+        default=64,
+        metadata={
+            "help": "Nothing is drafted while more rows than these are running: a rollout ends with its longest rows, "
+            "and drafts cost most where many run."
         },
     )
     spec_cache_dir: str | None = field(
@@ -202,6 +234,8 @@ class SpecRolloutArguments:
         if self.spec_cache_dir is not None:
             self.spec_cache_dir = os.path.expanduser(self.spec_cache_dir)
         try:
+            Mode(self.spec_mode)
+            self.drafting()
             self.reuse_policy()
         except ValueError as error:  # it begins with the setting's name in the core
             raise ValueError(f"spec_{error}") from error
@@ -232,6 +266,13 @@ class SpecRolloutArguments:
             raise ValueError(
                 f"`{name}` with `min_p` or `logit_bias`, which vLLM does not apply to draft tokens. Leave either out."
             )
+
+    def drafting(self) -> Drafting:
+        """How the engine drafts from past completions."""
+        tokens = self.spec_draft_tokens
+        if tokens is None:
+            tokens = 16 if self.use_spec_rollout and self.spec_mode == Mode.EXACT else 0
+        return Drafting(tokens, self.spec_draft_rows)
 
     def reuse_policy(self) -> ReusePolicy:
         """The core's policy of these settings."""

@@ -6,14 +6,18 @@ divided by are as read in TRL 1.16.0.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from trl import GRPOTrainer, RLOOTrainer
+import transformers
+import trl
+from trl import RLOOTrainer
 
 from trl_integration.padding import flush_left
 
@@ -36,7 +40,15 @@ DIVISORS = {
 }  # fmt: skip
 
 LOSS_SCALE = "spec_loss_scale"
-"""Key of a micro-batch from which rows were left out: what makes up for TRL's dividing by those that are there."""
+"""Key of a micro-batch that was made here: what makes up for TRL's dividing by its rows, where others were left out."""
+
+# What TRL makes the loss of an update with: methods of its trainers, where they have them.
+_OF_THE_LOSS = (
+    "compute_loss", "_compute_loss", "_prepare_inputs", "get_high_entropy_mask", "get_off_policy_mask",
+    "get_gamma_weights",
+)  # fmt: skip
+# Where these are from; TRL wraps some of them by PyTorch's decorators.
+_WELL_KNOWN = [Path(inspect.getfile(package)).parent for package in (trl, torch, transformers)]
 
 
 def loss_type(trainer: Any) -> str:
@@ -51,7 +63,7 @@ def coupling(trainer: Any) -> list[str]:
         trainer: of TRL, as built.
     """
     found = []
-    if DIVISORS.get(loss_type(trainer)) not in ("rows", "generation batch"):
+    if DIVISORS[loss_type(trainer)] == "tokens":
         found.append(f"`loss_type='{loss_type(trainer)}'`, a mean over the tokens of a micro-batch")
     return found + _beyond_rows(trainer)
 
@@ -67,11 +79,29 @@ def _beyond_rows(trainer: Any) -> list[str]:
         found.append(
             f"`router_aux_loss_coef={trainer.router_aux_loss_coef}`, of how a micro-batch is spread over experts"
         )
-    for name in ("compute_loss", "_compute_loss"):
-        ours = next(kind for kind in type(trainer).__mro__ if name in vars(kind) and not _is_this_plugin(kind))
-        if ours not in (GRPOTrainer, RLOOTrainer):
-            found.append(f"`{ours.__name__}.{name}`, a loss that is not known here")
     return found
+
+
+def unknown_loss(trainer: Any) -> str | None:
+    """Why it is not known here what a trainer's loss does with a micro-batch, if it is not: a kind that TRL has added,
+    or a method of TRL's that a subclass, or a patch, has replaced.
+
+    Args:
+        trainer: of TRL, as built.
+    """
+    if loss_type(trainer) not in DIVISORS:
+        return f"`loss_type='{loss_type(trainer)}'` is not known here"
+    for name in _OF_THE_LOSS:
+        if name in vars(trainer):
+            return f"`{name}` of the trainer was replaced"
+        for kind in type(trainer).__mro__:
+            if name in vars(kind) and not _is_this_plugin(kind):
+                method = vars(kind)[name]
+                file = Path(inspect.getfile(getattr(method, "__func__", method)))
+                if not any(package in file.parents for package in _WELL_KNOWN):
+                    return f"`{kind.__name__}.{name}` is not TRL's"
+                break
+    return None
 
 
 def _is_this_plugin(kind: type) -> bool:
@@ -85,8 +115,6 @@ def unskippable(trainer: Any) -> list[str]:
         trainer: of TRL, as built.
     """
     found = _beyond_rows(trainer)
-    if loss_type(trainer) not in DIVISORS:
-        found.insert(0, f"`loss_type='{loss_type(trainer)}'`, a loss that is not known here")
     if trainer.beta != 0.0 and not isinstance(trainer, RLOOTrainer):  # RLOO's is part of the reward
         found.append(f"`beta={trainer.beta}`, which pulls every row to the reference")
     return found
@@ -97,8 +125,7 @@ class MicroBatches:
     """How generation batches are cut into micro-batches.
 
     Args:
-        window (`int`): micro-batches that always share an optimizer step, to which their rows may be dealt afresh; 1
-            leaves rows in the micro-batch that TRL dealt them to.
+        deals (`bool`): whether rows may change the micro-batch that TRL has dealt them to.
         divisor (`str`): what the loss divides a micro-batch by, see [`DIVISORS`].
         multiple (`int`): what widths are rounded up to.
         stands_left (`bool`): whether rows stand at the left of a forward, and none of it sees a mask.
@@ -106,7 +133,7 @@ class MicroBatches:
         gather (callable): from something of this rank to that of all ranks, each of which calls it.
     """
 
-    window: int
+    deals: bool
     divisor: str
     multiple: int
     stands_left: bool
@@ -116,49 +143,58 @@ class MicroBatches:
     @classmethod
     def of(cls, trainer: Any, gather: Callable[[Any], list[Any]]) -> MicroBatches:
         """By the settings of a trainer, as built."""
-        args = trainer.args
-        # An optimizer step may begin at any multiple of its own number of micro-batches, counted from the start of an
-        # epoch, and so at any multiple of this within a generation batch.
-        window = gcd(args.steps_per_generation, args.gradient_accumulation_steps)
         return cls(
-            window=1 if coupling(trainer) else window,
-            divisor=DIVISORS.get(loss_type(trainer), "unknown"),
+            deals=not coupling(trainer),
+            divisor=DIVISORS[loss_type(trainer)],
             multiple=trainer.pad_to_multiple_of or 1,
             stands_left=not trainer.aux_loss_enabled,  # which counts the tokens that the mask shows
-            skips=args.spec_skip_zero_advantage,
+            skips=trainer.args.spec_skip_zero_advantage,
             gather=gather,
         )
 
-    def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
-        """As many micro-batches as TRL has made, trimmed; in each window the longest rows first, so that what does not
-        fit in memory fails at once, and the widest of all ranks coincide.
+    def __call__(self, batches: Sequence[Batch], accumulated: int) -> list[Batch]:
+        """As many micro-batches as TRL has made, trimmed; of those that share an optimizer step the longest rows come
+        first, so that what does not fit in memory fails at once, and the widest of all ranks coincide.
 
         Where rows without advantage are left out, ranks still have as many rows in each: TRL gathers some metrics row
-        by row. So that none is empty, some of those rows stay, masked.
+        by row. So that none is empty, some of those rows stay, the shortest ones.
+
+        Args:
+            batches (`Sequence[Batch]`): of a generation batch, in TRL's order.
+            accumulated (`int`): micro-batches of an optimizer step.
         """
-        windows = [_joined(batches[start : start + self.window]) for start in range(0, len(batches), self.window)]
+        # An optimizer step may begin at any multiple of its own number of micro-batches, counted from the start of an
+        # epoch, and so at any multiple of this within a generation batch.
+        size = gcd(len(batches), accumulated) if self.deals else 1
+        windows = [_joined(batches[start : start + size]) for start in range(0, len(batches), size)]
         if not self.skips:
-            return [part for window in windows for part in self._split(window, len(window["advantages"]))]
+            return [part for window in windows for part in self._split(window, size, len(window["advantages"]))]
         advantaged = [int(_has_advantage(window).sum()) for window in windows]
         most = np.max(self.gather(advantaged), axis=0)  # of any rank
-        sizes = np.maximum(most, self.window).tolist()
-        return [part for window, size in zip(windows, sizes, strict=True) for part in self._split(window, size)]
+        kept = np.maximum(most, size).tolist()
+        return [
+            part for window, rows in zip(windows, kept, strict=True) for part in self._split(window, size, rows)
+        ]  # fmt: skip
 
-    def _split(self, window: Batch, size: int) -> list[Batch]:
-        """The micro-batches of a window, of `size` rows together."""
+    def _split(self, window: Batch, parts: int, kept: int) -> list[Batch]:
+        """So many micro-batches of a window, of `kept` of its rows together."""
         rows, tokens = len(window["advantages"]), int(_in_loss(window).sum())
-        counts = _has_advantage(window) if self.skips else torch.ones(rows, dtype=torch.bool)
-        if self.skips:
-            window["completion_mask"] = window["completion_mask"] * counts[:, None]
         lengths = (window["prompt_mask"].sum(1) + window["completion_mask"].sum(1)).tolist()
-        first = sorted(range(rows), key=list(zip(counts.tolist(), lengths, strict=True)).__getitem__, reverse=True)
-        parts = [_select(window, part.tolist()) for part in np.array_split(first[:size], self.window)]
-        for part in parts if self.skips else ():
+        order = list(range(rows))
+        if kept < rows:
+            counts = _has_advantage(window).tolist()
+            order.sort(key=lambda row: (not counts[row], lengths[row]))
+        order = sorted(order[:kept], key=lengths.__getitem__, reverse=True)
+        made = []
+        for dealt in np.array_split(order, parts):
+            part = _select(window, dealt.tolist())
+            scale = 1.0
             if self.divisor == "rows":
-                part[LOSS_SCALE] = len(part["advantages"]) * self.window / rows
-            elif self.divisor == "tokens":  # TRL divides by one at least
-                part[LOSS_SCALE] = max(1, int(_in_loss(part).sum())) / max(1, tokens)
-        return [trimmed(part, self.multiple) for part in parts]
+                scale = len(dealt) * parts / rows
+            elif self.divisor == "tokens" and kept < rows:  # TRL divides by one at least
+                scale = max(1, int(_in_loss(part).sum())) / max(1, tokens)
+            made.append(trimmed(part, self.multiple) | {LOSS_SCALE: scale})
+        return made
 
     def forward(
         self, by_trl: Callable[..., Any], input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
@@ -204,10 +240,17 @@ def trimmed(batch: Batch, multiple: int = 1) -> Batch:
     }
 
 
-def unknown_columns(batch: Batch) -> list[str]:
-    """Names of tensors of which it is not known what their columns stand for."""
+def untrimmable(batches: Sequence[Batch]) -> str | None:
+    """Why it is not known which columns of a generation batch's micro-batches can be left out, if it is not."""
     known = _OF_PROMPT | _OF_COMPLETION | _OF_BOTH
-    return sorted(key for key, value in batch.items() if getattr(value, "ndim", 0) > 1 and key not in known)
+    for batch in batches:
+        columns = [key for key, value in batch.items() if getattr(value, "ndim", 0) > 1 and key not in known]
+        if columns:
+            return f"it is not known what the columns of {', '.join(sorted(columns))} are"
+        prompt, completion = batch["prompt_mask"], batch["completion_mask"]
+        if (prompt[:, 1:] < prompt[:, :-1]).any() or (completion[:, 1:] > completion[:, :-1]).any():
+            return "a mask leaves tokens out in the middle of a row"
+    return None
 
 
 def _has_advantage(batch: Batch) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 
@@ -127,6 +128,27 @@ def depends_on_width(config: PreTrainedConfig) -> bool:
     follows = any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
     scaled = any(kind.get("llama_4_scaling_beta") is not None for kind in kinds)
     return follows or scaled or bool(getattr(text, "attn_temperature_tuning", False))
+
+
+# Kinds of models that see padding in spite of the attention mask: recurrent ones, those that number positions from it,
+# and Doge, which is not causal without one. Found in transformers 5.15, by comparing rows alone with the same padded.
+_SEES_PADDING = {
+    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small",
+    "cpmant", "ctrl", "doge", "electra", "ernie", "git", "gpt2", "gpt_bigcode", "gpt_neo", "marian", "mbart",
+    "megatron-bert", "mvp", "openai-gpt", "pegasus", "plbart", "recurrent_gemma", "rembert", "roc_bert", "roformer",
+    "rwkv", "trocr", "whisper", "xglm", "xlm", "xlstm",
+}  # fmt: skip
+_LEARNED_POSITIONS = {"wpe", "positions_embed"}  # names of their tables, in models of GPT-2's kind
+
+
+def sees_padding(model: nn.Module, config: PreTrainedConfig) -> bool:
+    """Whether what a model makes of a row depends on padding that the attention mask leaves out."""
+    text = config.get_text_config()
+    return (
+        text.model_type in _SEES_PADDING
+        or (text.model_type.startswith("lfm2") and bool(getattr(text, "conv_bias", False)))
+        or any(name.rpartition(".")[2] in _LEARNED_POSITIONS for name, _ in model.named_modules())
+    )
 
 
 def pad(rows: Sequence[Any], device: torch.device) -> torch.Tensor:

@@ -27,6 +27,24 @@ class PendingBatch:
     scored: list[NDArray[np.float32]] | None = None
     rewards: list[float] | None = None
 
+    def is_in(self, ids: NDArray[np.integer], prompt_mask: NDArray[np.integer]) -> bool:
+        """Whether the rows of a forward are those of the rollout: its prompts, and after them its responses, which may
+        go on with what tools answered.
+
+        Args:
+            ids (`NDArray` of shape `(rows, tokens)`): prompts padded on the left, completions on the right.
+            prompt_mask (`NDArray` of shape `(rows, prompt columns)`): which of the first columns are in a prompt.
+        """
+        responses = self.rollout.responses if self.rollout is not None else []
+        if not responses or len(ids) != len(responses):
+            return False
+        begins, lengths = prompt_mask.shape[1], prompt_mask.sum(1).tolist()
+        return all(
+            np.array_equal(row[begins - length : begins], response.prompt)
+            and np.array_equal(row[begins : begins + len(response.tokens)], response.tokens)
+            for row, length, response in zip(ids, lengths, responses, strict=True)
+        )
+
 
 @dataclass(frozen=True)
 class OldLogprobs:

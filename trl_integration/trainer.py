@@ -21,6 +21,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,9 +42,11 @@ from specrl_plugins import (
     VerificationGuard,
     prompt_key,
 )
+from specrl_plugins.book_proposer import speculative_config
 from specrl_plugins.fingerprint import tokenizer_hash
 from specrl_plugins.no_cache import NoCache
 from specrl_plugins.pruning import GroupPruning, Pruner
+from specrl_plugins.rollout import Mode
 from trl_integration.callback import SpecRolloutCallback, load_pruner
 from trl_integration.checks import (
     UnsupportedSetting,
@@ -58,7 +61,7 @@ from trl_integration.continuous_batching import recorded_generate_batch
 from trl_integration.distribution import SampledDistribution
 from trl_integration.engine_settings import engine_settings, refuse_wrong_drafting
 from trl_integration.hidden_states import last_hidden_states
-from trl_integration.micro_batches import LOSS_SCALE, Batch, MicroBatches, unknown_columns
+from trl_integration.micro_batches import LOSS_SCALE, Batch, MicroBatches, unknown_loss, untrimmable
 from trl_integration.padding import narrow_logprobs
 from trl_integration.pending import PendingBatch, old_logprobs_wanted
 from trl_integration.ranks import EngineRanks, TrainingRanks
@@ -71,11 +74,18 @@ logger = logging.getLogger(__name__)
 
 
 class _TrainerEngine:
-    """The trainer as the engine of a rollout: its forward scores and observes, its rollout call generates."""
+    """The trainer as the engine of a rollout: its forward scores and observes, its rollout call generates, from drafts
+    too where that is vLLM's."""
 
-    def __init__(self, trainer: SpecRolloutMixin, generate: Callable[..., list[Continuation]]):
+    def __init__(
+        self,
+        trainer: SpecRolloutMixin,
+        generate: Callable[..., list[Continuation]],
+        generate_from_drafts: Callable[..., list[Continuation]] | None = None,
+    ):
         self.trainer = trainer
         self.generate = generate
+        self.generate_from_drafts = generate_from_drafts
         # What verifying a draft has shown of its head, by prompt and head: it need not be computed again.
         self._observed: dict[tuple[bytes, bytes], tuple[NDArray, NDArray]] = {}
 
@@ -135,6 +145,8 @@ class SpecRolloutMixin:
         if active:
             check_config(config)
         drafting = config.spec_vllm_speculative_config
+        if active and config.drafting().most_tokens:
+            drafting = speculative_config(config.drafting().most_tokens)
         with nullcontext() if drafting is None else engine_settings(speculative_config=drafting):
             super().__init__(*args, **kwargs)
         if drafting is not None:
@@ -157,6 +169,8 @@ class SpecRolloutMixin:
             guard=VerificationGuard(may_pause=config.spec_guard),
             ranks=ranks,
             pruning=GroupPruning(self._pruner(config), ranks) if config.spec_prune else None,
+            mode=Mode(config.spec_mode),
+            drafting=config.drafting(),
         )
         self.spec_max_model_len: int | None = None
         if self.use_vllm:
@@ -285,15 +299,16 @@ class SpecRolloutMixin:
 
         beside: list[float] = []  # seconds of TRL's own, call by call
 
-        def generate_in_engine(contexts: Sequence[list[int]], budgets: Sequence[int]) -> list[Continuation]:
+        def generate_by(method: str, contexts: Sequence[list[int]], *rest: Any) -> list[Continuation]:
             vllm.framework_s = 0.0
             continuations = vllm.run_instead(
-                lambda engine: engine.generate(contexts, budgets), lambda: single_turn(list(contexts))
+                lambda engine: getattr(engine, method)(contexts, *rest), lambda: single_turn(list(contexts))
             )
             beside.append(vllm.framework_s)
             return continuations
 
-        rollout = core.run(_TrainerEngine(self, generate_in_engine), prompts, cap, step)
+        engine = _TrainerEngine(self, partial(generate_by, "generate"), partial(generate_by, "generate_from_drafts"))
+        rollout = core.run(engine, prompts, cap, step)
         rollout.counts.generate_s -= sum(beside[:1])  # pushing weights, waking up: a plain rollout has it once too
         return rollout
 
@@ -407,7 +422,12 @@ class SpecRolloutMixin:
                 return by_trl(*rows)
             return self._micro_batches.forward(by_trl, *rows)
         # Between a rollout and its being stored TRL makes a pass over the policy, for the old log-probs, and one over
-        # the reference.
+        # the reference. A reward function may ask for something else meanwhile.
+        begins = input_ids.size(1) - logits_to_keep
+        if kwargs.get("compute_entropy") or not self._pending.is_in(
+            input_ids.cpu().numpy(), attention_mask[:, :begins].cpu().numpy()
+        ):
+            return by_trl(*rows)
         if self._is_policy(model):
             return self._old_logprobs(by_trl, *rows)
         if self._micro_batches is None:
@@ -519,9 +539,6 @@ class SpecRolloutMixin:
             if scored is None and self.use_vllm and stored_by_trainer:
                 scored = self._score_generated(pending.rollout)
             _count_masked(pending.rollout, output)
-            # vLLM's samples were corrected by them, and the loss has its own.
-            if self._micro_batches is not None and not self._loss_takes_old_logprobs:
-                output.pop("old_per_token_logps", None)
             self.spec_rollout.store(pending.rollout, scored, pending.rewards)
         return output
 
@@ -537,13 +554,15 @@ class SpecRolloutMixin:
     def _trim(self, batches: list[Batch], narrow: MicroBatches) -> list[Batch]:
         """The micro-batches of the update, with old log-probs that were made in them where the loss takes any."""
         assert self.spec_rollout is not None
-        if unknown := unknown_columns(batches[0]):
+        if why := unknown_loss(self) or untrimmable(batches):  # it may have been replaced since the trainer was built
             if not self._warned_untrimmed:
-                logger.warning("Batches keep TRL's padding: it is not known what the columns of %s are.", unknown)
+                logger.warning("Micro-batches keep TRL's padding: %s.", why)
             self._warned_untrimmed = True
             return batches
         rows = sum(len(batch["advantages"]) for batch in batches)
-        batches = narrow(batches)
+        if not self._loss_takes_old_logprobs:  # vLLM's samples were corrected by them, and the loss has its own
+            batches = [{key: batch[key] for key in batch if key != "old_per_token_logps"} for batch in batches]
+        batches = narrow(batches, self.args.gradient_accumulation_steps)
         left_out = rows - sum(len(batch["advantages"]) for batch in batches)
         counts = self.spec_rollout.ranks.gather((*narrow.tokens(batches), left_out, rows))
         real, computed, left_out, rows = np.sum(counts, axis=0).tolist()
@@ -570,7 +589,7 @@ class SpecRolloutMixin:
             batch["old_per_token_logps"] = logprobs
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
-        with self._update() if self.model.training else nullcontext():
+        with self._update() if LOSS_SCALE in inputs else nullcontext():
             return super()._compute_loss(model, inputs) * inputs.get(LOSS_SCALE, 1.0)
 
     @contextmanager

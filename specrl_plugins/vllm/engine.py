@@ -10,7 +10,9 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.logprobs import FlatLogprobs
 
-from specrl_plugins.engine import Continuation
+from specrl_plugins.book_proposer import drafting_from
+from specrl_plugins.draft_book import DraftBook
+from specrl_plugins.engine import Continuation, Drafts
 from specrl_plugins.ranks import OneRank, Ranks, own_rows
 from specrl_plugins.vllm.logprobs import filed_fast
 
@@ -74,6 +76,20 @@ class VLLMEngine:
         # order is the framework's own, and so are the samples.
         outputs = self._call(contexts, [params[budget] for budget in budgets], last_first=self._scored)
         return [continuation(output) for output in outputs]
+
+    def generate_from_drafts(
+        self, contexts: Sequence[list[int]], budgets: Sequence[int], drafts: Drafts
+    ) -> list[Continuation]:
+        """See [`DraftingEngine.generate_from_drafts`]. The engine was built with [`speculative_config`]."""
+        gathered = self.ranks.gather(list(zip(contexts, drafts.keys, drafts.tokens, strict=True)))
+        of_all, keys, tokens = zip(*(row for part in gathered for row in part), strict=True)
+        book = DraftBook(of_all, keys, tokens, drafts.most_tokens, drafts.most_rows)
+        with drafting_from(book):
+            continuations = self.generate(contexts, budgets)
+        if self.ranks.index == 0:  # the ranks of an engine all see the same
+            drafts.drafted += book.drafted_tokens
+            drafts.accepted += book.accepted_tokens
+        return continuations
 
     def _call(
         self, contexts: Sequence[list[int]], params: Sequence[SamplingParams], last_first: bool = False
