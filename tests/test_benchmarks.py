@@ -102,6 +102,29 @@ def test_update(tmp_path):
 @pytest.mark.trl
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_rollouts(tmp_path):
+    """Of a policy one visit later; the same command again has nothing left to measure."""
+    for part in ("trl", "vllm", "reasoning_gym"):
+        pytest.importorskip(part)
+    small = ["--model", "tiny", "--output", tmp_path, "--widen", 2, "--rows", 16, "--caps", 40, "--gates", 8, 16]
+    small += ["--task", "counting", "--terms", 6, "--warm_up_steps", 30, "--warm_up_problems", 400]
+    small += ["--repeats", 1, "--warm_up_learning_rate", 4e-3, "--learning_rate", 1e-3]
+    report = report_of(run("rollouts.py", *small))
+    (setting,) = report["settings"].values()
+    drafting = {"asleep", "exact-8", "exact-16", "rest-8", "rest-16"}
+    assert setting["medians"].keys() == {"plain", "cold", "trainer", "engine", "limit"} | drafting
+    assert setting["speedup"].keys() == setting["medians"].keys() - {"plain"}
+    medians = setting["medians"]
+    assert medians["trainer"]["reused_tokens"] > 0 == medians["exact-16"]["reused_tokens"]
+    assert medians["exact-16"]["engine_accepted_tokens"] > 0 == medians["asleep"]["engine_drafted_tokens"]
+    measured = (tmp_path / "measurements.jsonl").read_text()
+    run("rollouts.py", *small)
+    assert (tmp_path / "measurements.jsonl").read_text() == measured
+
+
+@pytest.mark.trl
+@pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize("profiles", [["spec-rl", "run"], ["run"]])
 def test_replay_rollouts(tmp_path, profiles):
     pytest.importorskip("vllm")

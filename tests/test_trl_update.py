@@ -355,7 +355,8 @@ def test_a_batch_with_columns_that_nobody_knows_keeps_trls_padding(tiny_model, t
     trainer.train()
     assert not history(trainer, "spec/update/real_token_share")
     assert [record for record in caplog.messages if "hints" in record] == [
-        "Micro-batches keep TRL's padding: it is not known what the columns of hints are."
+        "Padding: this generation batch keeps TRL's, and all of its rows, since it is not known what the columns of "
+        "hints are."
     ]
 
 

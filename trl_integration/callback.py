@@ -114,14 +114,17 @@ class SpecRolloutCallback(RunLog):
             self._announce_padding()
 
     def _announce_padding(self) -> None:
-        """Say what is trimmed less than elsewhere."""
+        """Say what is trimmed, and what is not."""
         if why := keeps_padding(self.trainer):
             print(f"Padding: the update and the passes before it keep TRL's, since {why}.")
-        elif reasons := coupling(self.trainer):
+            return
+        if reasons := coupling(self.trainer):
             print(
                 "Padding: micro-batches are trimmed, and rows stay in that to which TRL deals them, since the loss of "
                 f"a row depends on the others there: {'; '.join(reasons)}."
             )
+        else:
+            print("Padding: left out of the update and of the passes before it, with TRL's gradients.")
 
     @staticmethod
     def _announce_pruning(args: TrainingArguments, settings: PruningSettings) -> None:

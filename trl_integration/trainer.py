@@ -152,6 +152,11 @@ class SpecRolloutMixin:
         if drafting is not None:
             refuse_wrong_drafting()
         if not active:
+            if config.spec_skip_zero_advantage:
+                logger.warning(
+                    "`spec_skip_zero_advantage=True` does nothing without `use_spec_rollout=True` or "
+                    "`spec_prune=True`: the trainer is TRL's own."
+                )
             return
         check_trainer(self)
         warn_of_little_use(self)
@@ -556,7 +561,7 @@ class SpecRolloutMixin:
         assert self.spec_rollout is not None
         if why := unknown_loss(self) or untrimmable(batches):  # it may have been replaced since the trainer was built
             if not self._warned_untrimmed:
-                logger.warning("Micro-batches keep TRL's padding: %s.", why)
+                logger.warning("Padding: this generation batch keeps TRL's, and all of its rows, since %s.", why)
             self._warned_untrimmed = True
             return batches
         rows = sum(len(batch["advantages"]) for batch in batches)
