@@ -102,6 +102,25 @@ def test_update(tmp_path):
 @pytest.mark.trl
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_exactness(tmp_path):
+    for part in ("trl", "vllm"):
+        pytest.importorskip(part)
+    small = ["--output", tmp_path / "out.json", "--samples", 12_000, "--groups", 1000]
+    report = report_of(run("exactness.py", *small))
+    point = report["bias"][-1]
+    far = {kind: point[kind]["log_ratio"]["mean"] / point[kind]["log_ratio"]["error"] for kind in ("trained", "others")}
+    assert far["trained"] > 3 and far["others"] < -10  # standard errors
+    for exact in (point["exact"]["log_ratio"] for point in report["bias"]):
+        assert abs(exact["mean"]) <= 4 * exact["error"]
+    engine = report["engine"]
+    assert engine["engine_accepted_tokens"] > 500
+    assert engine["places"]["p_value"] > 1e-4 and engine["first_token"]["p_value"] > 1e-4
+    assert engine["places_of_the_drafts"]["p_value"] < 1e-6
+
+
+@pytest.mark.trl
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_rollouts(tmp_path):
     """Of a policy one visit later; the same command again has nothing left to measure."""
     for part in ("trl", "vllm", "reasoning_gym"):
