@@ -21,6 +21,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from specrl_plugins.setting import check_number
+
 
 class ReuseRule(StrEnum):
     """How the length of the reused prefix is decided."""
@@ -144,12 +146,12 @@ class ReusePolicy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", ReuseRule(self.rule))
-        if not isinstance(self.log_lenience, int | float) or np.isnan(self.log_lenience):
-            raise ValueError(f"log_lenience is a number of nats, not {self.log_lenience!r}")
-        if not 0.0 <= self.refresh_rate <= 1.0:
-            raise ValueError(f"refresh_rate is a share of rows, between 0 and 1, not {self.refresh_rate}")
-        if self.carry_limit is not None and (self.carry_limit < 1 or self.carry_limit != int(self.carry_limit)):
-            raise ValueError(f"carry_limit is a whole number of visits, at least 1, not {self.carry_limit}")
+        check_number("log_lenience", self.log_lenience, "a number of nats", lambda value: value == value)
+        share = "a share of rows, between 0 and 1"
+        check_number("refresh_rate", self.refresh_rate, share, lambda value: 0 <= value <= 1)
+        if self.carry_limit is not None:
+            visits = "a whole number of visits, at least 1"
+            check_number("carry_limit", self.carry_limit, visits, lambda value: value >= 1, whole=True)
 
     def refreshes(self, prompt: bytes, slot: int, step: int) -> bool:
         """Whether a row ignores its draft at this step."""

@@ -22,6 +22,7 @@ from specrl_plugins.metrics import RolloutCounts, totals
 from specrl_plugins.no_cache import NoCache
 from specrl_plugins.ranks import OneRank, Ranks, leads_node, own_rows
 from specrl_plugins.response import Response, count_rewards
+from specrl_plugins.setting import check_number
 from specrl_plugins.trajectory import Trajectory, assign_slots, prompt_key
 
 if TYPE_CHECKING:  # it needs PyTorch
@@ -80,10 +81,9 @@ class Drafting:
     most_rows: int = 64
 
     def __post_init__(self) -> None:
-        if not isinstance(self.most_tokens, int) or self.most_tokens < 0:
-            raise ValueError(f"draft_tokens is a number of tokens, 0 or more, not {self.most_tokens!r}")
-        if not isinstance(self.most_rows, int) or self.most_rows < 1:
-            raise ValueError(f"draft_rows is a number of rows, at least 1, not {self.most_rows!r}")
+        tokens, rows = "a whole number of tokens, 0 or more", "a whole number of rows, at least 1"
+        check_number("draft_tokens", self.most_tokens, tokens, lambda value: value >= 0, whole=True)
+        check_number("draft_rows", self.most_rows, rows, lambda value: value >= 1, whole=True)
 
 
 class SpeculativeRollout(RolloutLedger):

@@ -71,6 +71,10 @@ def test_starts_are_survivors_times_oversample_but_never_fewer():
         ("success_reward", float("nan")),
         ("control_share", -0.1),
         ("control_share", 1.1),
+        ("oversample", "2"),
+        ("target_share", None),
+        ("success_reward", "x"),
+        ("warmup_steps", True),
     ],
 )
 def test_setting_out_of_range_is_refused_by_name(name, value):

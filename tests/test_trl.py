@@ -53,7 +53,7 @@ from trl_runs import (
     timeless,
 )
 
-from specrl_plugins import FingerprintMismatch, RolloutCounts, TrajectoryCache, report
+from specrl_plugins import CacheError, FingerprintMismatch, RolloutCounts, TrajectoryCache, report
 from specrl_plugins.pruning import PruningSettings
 from trl_integration import SpecGRPOConfig, SpecGRPOTrainer, SpecRLOOConfig, SpecRLOOTrainer
 from trl_integration.callback import RUN_LOG, RunLog, summary
@@ -817,11 +817,36 @@ def test_rollout_functions_are_refused(tiny_model, tmp_path):
         (dict(spec_log_lenience=float("nan")), "log_lenience"),
         (dict(spec_log_lenience="abc"), "log_lenience"),
         (dict(spec_log_lenience=-1.0), "spec_log_lenience is 0 or more"),
+        (dict(spec_refresh_rate="0.1"), "spec_refresh_rate is a share of rows, between 0 and 1, not '0.1'"),
+        (dict(spec_carry_limit=-1), "spec_carry_limit is a whole number of visits, or 0 for no limit, not -1"),
+        (dict(spec_carry_limit=None), "spec_carry_limit is a whole number of visits, or 0 for no limit, not None"),
+        (dict(spec_cache_dir=5), "spec_cache_dir is the path of a folder, not 5"),
+        (dict(spec_cache_dir=""), "spec_cache_dir is the path of a folder, not ''"),
+        (dict(spec_cache_max_mib="4"), "spec_cache_max_mib is a size in MiB, above 0, not '4'"),
+        (dict(spec_prune_success_reward="x"), "spec_prune_success_reward is a reward, a finite number, not 'x'"),
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path, changes, named):
     with pytest.raises(ValueError, match=named):
         settings(tmp_path, **changes)
+
+
+def test_a_trainer_without_a_config_of_ours_says_that_it_is_trls(tiny_model, tmp_path, caplog):
+    config = settings(tmp_path, trl.GRPOConfig, max_steps=1)
+    trainer = build(tiny_model, config)
+    assert trainer.spec_rollout is None
+    assert "Pass SpecGRPOConfig(..., use_spec_rollout=True) as `args`" in caplog.text
+
+
+def test_a_config_of_the_other_trainer_is_refused(tiny_model, tmp_path):
+    with pytest.raises(TypeError, match="SpecRLOOTrainer takes a SpecRLOOConfig as `args`, not a SpecGRPOConfig"):
+        build(tiny_model, settings(tmp_path), trainer=SpecRLOOTrainer)
+
+
+def test_a_cache_that_cannot_be_made_names_its_setting(tiny_model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match="`spec_cache_dir`, by default in `output_dir`: the cache directory"):
+        build(tiny_model, settings(tmp_path / "out", spec_cache_dir=str(tmp_path / "file" / "cache")))
 
 
 def test_a_full_disk_does_not_end_training(tiny_model, tmp_path, caplog, capsys):  # capsys: output needs no file

@@ -13,6 +13,7 @@ from trl import GRPOConfig, RLOOConfig
 from specrl_plugins import ReusePolicy, ReuseRule
 from specrl_plugins.pruning import PruningSettings
 from specrl_plugins.rollout import Drafting, Mode
+from specrl_plugins.setting import check_number
 from specrl_plugins.vllm_drafting import check_speculative_config
 
 
@@ -229,9 +230,12 @@ class SpecRolloutArguments:
             raise ValueError(f"`spec_verifier` is 'trainer' or 'engine', not {self.spec_verifier!r}.")
         if self.spec_reused_logprobs not in ("verified", "behaviour"):
             raise ValueError(f"`spec_reused_logprobs` is 'verified' or 'behaviour', not {self.spec_reused_logprobs!r}.")
-        if not isinstance(self.spec_cache_max_mib, int | float) or not self.spec_cache_max_mib > 0:
-            raise ValueError(f"`spec_cache_max_mib` is a size in MiB, above 0, not {self.spec_cache_max_mib!r}.")
+        check_number("spec_cache_max_mib", self.spec_cache_max_mib, "a size in MiB, above 0", lambda value: value > 0)
+        visits = "a whole number of visits, or 0 for no limit"
+        check_number("spec_carry_limit", self.spec_carry_limit, visits, lambda value: value >= 0, whole=True)
         if self.spec_cache_dir is not None:
+            if not isinstance(self.spec_cache_dir, str | os.PathLike) or not os.fspath(self.spec_cache_dir):
+                raise ValueError(f"spec_cache_dir is the path of a folder, not {self.spec_cache_dir!r}")
             self.spec_cache_dir = os.path.expanduser(self.spec_cache_dir)
         try:
             Mode(self.spec_mode)

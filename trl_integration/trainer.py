@@ -34,6 +34,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from specrl_plugins import (
+    CacheError,
     Continuation,
     Fingerprint,
     Rollout,
@@ -56,7 +57,7 @@ from trl_integration.checks import (
     made_up,
     warn_of_little_use,
 )
-from trl_integration.config import SpecRolloutArguments
+from trl_integration.config import SpecGRPOConfig, SpecRLOOConfig, SpecRolloutArguments
 from trl_integration.continuous_batching import recorded_generate_batch
 from trl_integration.distribution import SampledDistribution
 from trl_integration.engine_settings import engine_settings, refuse_wrong_drafting
@@ -126,6 +127,7 @@ class SpecRolloutMixin:
             The core. `None` where neither `use_spec_rollout` nor `spec_prune` is set: then every method here is TRL's.
     """
 
+    _config_class: type[SpecRolloutArguments]
     # Whether TRL's `_generate_single_turn` returns the sampling log-probs beside the ids.
     _single_turn_returns_logprobs: bool
     # What stands where TRL calls vLLM.
@@ -139,8 +141,17 @@ class SpecRolloutMixin:
         self._updates = False  # while the loss of an update, or what it is compared with, is computed
         self._warned_untrimmed = False
         if not isinstance(config, SpecRolloutArguments):
+            logger.warning(
+                "%s has no config with `use_spec_rollout`, so that it trains as TRL's own trainer does. Pass %s(..., "
+                "use_spec_rollout=True) as `args`.",
+                type(self).__name__,
+                self._config_class.__name__,
+            )
             super().__init__(*args, **kwargs)
             return
+        if not isinstance(config, self._config_class):
+            given, wanted = type(config).__name__, self._config_class.__name__
+            raise TypeError(f"{type(self).__name__} takes a {wanted} as `args`, not a {given}.")
         active = config.use_spec_rollout or config.spec_prune
         if active:
             check_config(config)
@@ -166,7 +177,10 @@ class SpecRolloutMixin:
         cache = NoCache()
         if config.use_spec_rollout:
             directory = config.cache_directory(ranks.nodes[ranks.index])
-            cache = TrajectoryCache(directory, fingerprint, config.spec_cache_max_mib)
+            try:
+                cache = TrajectoryCache(directory, fingerprint, config.spec_cache_max_mib)
+            except CacheError as error:
+                raise CacheError(f"`spec_cache_dir`, by default in `output_dir`: {error}") from None
         self.spec_rollout = SpeculativeRollout(
             cache=cache,
             policy=config.reuse_policy(),
@@ -660,10 +674,12 @@ def _shard_again(model: Any) -> None:
 class SpecGRPOTrainer(SpecRolloutMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] that reuses past completions where its config, a [`SpecGRPOConfig`], says so."""
 
+    _config_class = SpecGRPOConfig
     _single_turn_returns_logprobs = True
 
 
 class SpecRLOOTrainer(SpecRolloutMixin, RLOOTrainer):
     """[`~trl.RLOOTrainer`] that reuses past completions where its config, a [`SpecRLOOConfig`], says so."""
 
+    _config_class = SpecRLOOConfig
     _single_turn_returns_logprobs = False

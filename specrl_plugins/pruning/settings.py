@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from specrl_plugins.setting import check_number
 
 
 @dataclass(frozen=True)
@@ -36,28 +40,27 @@ class PruningSettings:
     control_share: float = 0.1
 
     def __post_init__(self) -> None:
-        if not _whole(self.detection_length) or self.detection_length < 1:
-            raise ValueError(f"detection_length is a whole number of tokens, at least 1, not {self.detection_length}")
-        if not 1.0 <= self.oversample < float("inf"):
-            raise ValueError(
-                f"oversample is how many responses start for each one that is trained on, at least 1, "
-                f"not {self.oversample}"
-            )
-        if not 0.0 < self.target_share < 1.0:
-            raise ValueError(
-                f"target_share is a share of successes, between 0 and 1 (neither), not {self.target_share}"
-            )
-        if not _whole(self.warmup_steps) or self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps is a whole number of steps, at least 0, not {self.warmup_steps}")
-        if not abs(self.success_reward) < float("inf"):
-            raise ValueError(f"success_reward is a reward, a finite number, not {self.success_reward}")
-        if not 0.0 <= self.control_share <= 1.0:
-            raise ValueError(f"control_share is a share of groups, between 0 and 1, not {self.control_share}")
+        checks: list[tuple[str, str, Callable[[Any], bool], bool]] = [
+            ("detection_length", "a whole number of tokens, at least 1", lambda value: value >= 1, True),
+            (
+                "oversample",
+                "how many responses start for each one that is trained on, at least 1",
+                lambda value: 1 <= value < float("inf"),
+                False,
+            ),
+            (
+                "target_share",
+                "a share of successes, between 0 and 1 (neither)",
+                lambda value: 0 < value < 1,
+                False,
+            ),
+            ("warmup_steps", "a whole number of steps, at least 0", lambda value: value >= 0, True),
+            ("success_reward", "a reward, a finite number", lambda value: abs(value) < float("inf"), False),
+            ("control_share", "a share of groups, between 0 and 1", lambda value: 0 <= value <= 1, False),
+        ]
+        for name, allowed, fits, whole in checks:
+            check_number(name, getattr(self, name), allowed, fits, whole)
 
     def starts(self, survivors: int) -> int:
         """Responses that start where `survivors` are to be trained on."""
         return max(survivors, round(survivors * self.oversample))
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
