@@ -17,6 +17,7 @@ from specrl_plugins.cache import CacheWriteError
 from specrl_plugins.pruning import Pruner, PruningSettings
 from specrl_plugins.ranks import leads_node, together
 from specrl_plugins.report import RUN_LOG
+from specrl_plugins.rollout import Mode
 from trl_integration.checks import keeps_padding, warm_share
 from trl_integration.micro_batches import coupling
 
@@ -144,10 +145,15 @@ class SpecRolloutCallback(RunLog):
             )
         policy, share = core.policy, warm_share(self.trainer, self._first_epoch, len(core.cache) > 0)
         lenience = f"log-lenience {policy.log_lenience:g}, " if policy.rule is ReuseRule.SPECULATIVE else ""
-        print(
-            f"Speculative rollouts: {policy.rule} reuse, {lenience}refresh rate {policy.refresh_rate:g}, verified by "
-            f"the {args.spec_verifier}."  # type: ignore[attr-defined]
+        how = (
+            f"{policy.rule} reuse, {lenience}refresh rate {policy.refresh_rate:g}, verified by the "
+            f"{args.spec_verifier}"  # type: ignore[attr-defined]
         )
+        if core.mode is Mode.EXACT:
+            how = "exact, every completion is sampled afresh"
+        if drafting := core.drafting.most_tokens:
+            how += f"; the engine drafts {drafting} tokens at most while {core.drafting.most_rows} rows or fewer run"
+        print(f"Speculative rollouts: {how}.")
         print(
             f"Trajectory cache: {core.cache.directory} ({len(core.cache)} trajectories)"
             + ("." if share is None else f"; {share:.0%} of the rollouts are of prompts met before and can reuse them.")
@@ -258,6 +264,11 @@ def summary(total: RolloutCounts, plain_cost: float | None) -> str:
         f"  generating {total.generate_s:.1f} s, verifying {total.verify_s:.1f} s (of which {total.spared_s:.1f} s "
         f"spared the trainer), looking up and storing {total.lookup_s + total.store_s:.1f} s",
     ]
+    if total.engine_drafted_tokens:
+        lines.append(
+            f"  of those generated {total.engine_accepted_tokens} were drafted by the engine, which drafted "
+            f"{total.engine_drafted_tokens}"
+        )
     if total.corrupt_rows:
         lines.append(f"  {total.corrupt_rows} rows of the cache were damaged and were not used")
     if plain_cost is not None:
