@@ -105,10 +105,10 @@ def test_a_policy_that_was_trained_on_its_drafts_is_sampled_all_the_same(tiny_mo
     assert kolmogorov(places(policy, drafts.repeat(rows // 64, 1))) > 4
 
 
-def test_a_run_drafts_and_all_it_trains_on_is_fresh(tiny_model, tmp_path, capsys):
+def test_a_run_drafts_and_all_it_trains_on_is_fresh(tiny_model, tmp_path, capfd):
     trainer = build(tiny_model, settings(tmp_path, **EXACT), trainer=CheckedGRPOTrainer)
     trainer.train()
-    told = capsys.readouterr().out
+    told = capfd.readouterr().out
     assert "exact, every completion is sampled afresh; the engine drafts 4 tokens at most" in told
     assert f"of those generated {trainer.spec_rollout.total.engine_accepted_tokens} were drafted" in told
     assert history(trainer, "spec/reused_token_fraction") == [0.0] * 9
