@@ -45,7 +45,7 @@ class DraftBook:
     ):
         self.most_tokens = most_tokens
         self.most_rows = most_rows
-        self.drafted_tokens = self.accepted_tokens = 0
+        self.drafted_tokens = self.accepted_tokens = 0  # proposed, and sampled as proposed
         groups = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         of_row = np.array([groups[key] for key in keys], np.int64)
         self._lay_out(drafts, of_row)
@@ -105,11 +105,11 @@ class DraftBook:
         Returns:
             `rows` lists of at most `most_tokens` ids.
         """
-        nothing: list[list[int]] = [[] for _ in new]
+        drafts: list[list[int]] = [[] for _ in new]
         running = np.flatnonzero(new)
         self.accepted_tokens += int((new[running] - 1).sum())  # a step samples one token, and what it accepts
         if not len(running) or len(running) > self.most_rows or not self._contexts:
-            return nothing
+            return drafts
         if len(new) > len(self._group):
             self._forget(len(new))
         lengths = np.asarray(lengths[: len(new)], np.int64)
@@ -121,9 +121,8 @@ class DraftBook:
         self.drafted_tokens += int(sizes.sum())
         windows = self._tokens[np.maximum(pointers, 0)[:, None] + np.arange(self.most_tokens)].tolist()
         for row, window, size in zip(running.tolist(), windows, sizes.tolist(), strict=True):
-            if size:
-                nothing[row] = window[:size]
-        return nothing
+            drafts[row] = window[:size]
+        return drafts
 
     def _follow(self, running: NDArray, tokens: NDArray, lengths: NDArray, new: NDArray) -> None:
         """Move the pointer of each running row over its new tokens, or look for the place where it goes on."""
