@@ -155,8 +155,8 @@ def test_what_cannot_draft_is_refused(tiny_model, tmp_path, changes, named):
     ("changes", "named"),
     [
         (dict(spec_mode="exactly"), "spec_mode is one of reuse, exact, not 'exactly'"),
-        (dict(spec_draft_tokens=-1), "spec_draft_tokens is a number of tokens, 0 or more, not -1"),
-        (dict(spec_draft_rows=0), "spec_draft_rows is a number of rows, at least 1, not 0"),
+        (dict(spec_draft_tokens=-1), "spec_draft_tokens is a whole number of tokens, 0 or more, not -1"),
+        (dict(spec_draft_rows=0), "spec_draft_rows is a whole number of rows, at least 1, not 0"),
     ],
     ids=lambda value: None,
 )

@@ -250,10 +250,14 @@ class CorrectedTrainer(SpecGRPOTrainer, AsMade):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        # The loss goes by its own log-probs, so that the ratio of its clipping is exactly 1.
-        assert self.as_made.keys() - output.keys() == {"old_per_token_logps"}
         self.corrections = [*getattr(self, "corrections", []), (self.drafts, self.as_made)]
         return output
+
+    def _trim(self, batches, narrow):
+        trimmed = super()._trim(batches, narrow)
+        # The loss goes by its own log-probs, so that the ratio of its clipping is exactly 1.
+        assert all(a.keys() - b.keys() == {"old_per_token_logps"} for a, b in zip(batches, trimmed, strict=True))
+        return trimmed
 
 
 LENIENCE = 0.5

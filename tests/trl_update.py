@@ -59,7 +59,7 @@ class Compared:
         return len(batch["advantages"]), batch["prompt_ids"].size(1), batch["completion_ids"].size(1)
 
     def _with_trls_old_logprobs(self, batch):
-        if not self._loss_takes_old_logprobs:  # TRL's are then those of the loss
+        if not batch.keys() & {"old_logps", "old_per_token_logps"}:  # TRL's are then those of the loss
             return batch
         mask = batch["completion_mask"]
         with torch.no_grad():
